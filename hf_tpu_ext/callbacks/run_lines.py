@@ -113,14 +113,14 @@ class RunLines(TrainerCallback):
 
 def describe_cache_use(cache: CacheUse) -> str:
     """One line on how a process used its compilation cache."""
-    found = f"hits: {cache.hits}, misses: {cache.misses}"
+    text = f"hits: {cache.hits}, misses: {cache.misses}"
     if cache.unreadable:
-        found += f", unreadable: {cache.unreadable}"
-    compiled, asked = cache.misses + cache.unreadable, cache.hits + cache.misses + cache.unreadable
-    if asked:
-        graphs = count(asked, "graph")
-        found += f" ({compiled} of {graphs} compiled)" if compiled else " (nothing was compiled)"
+        text += f", unreadable: {cache.unreadable}"
+    compiled, lookups = cache.misses + cache.unreadable, cache.hits + cache.misses + cache.unreadable
+    if lookups:
+        graphs = count(lookups, "graph")
+        text += f" ({compiled} of {graphs} compiled)" if compiled else " (nothing was compiled)"
     return (
-        f"Compilation cache: {found}; compiling: {cache.compile_seconds:.1f} s; {count(cache.programs, 'executable')}, "
+        f"Compilation cache: {text}; compiling: {cache.compile_seconds:.1f} s; {count(cache.programs, 'executable')}, "
         f"{cache.size / 2**20:,.1f} MiB in {cache.directory}"
     )

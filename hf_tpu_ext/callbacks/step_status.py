@@ -49,7 +49,7 @@ class PhaseClock:
         self._phase, self._since = phase, now
         return ended
 
-    def until_now(self) -> Counter[str]:
+    def elapsed(self) -> Counter[str]:
         """A copy of `seconds`, the phase under way included."""
         self.enter(self._phase)
         return self.seconds.copy()
@@ -120,7 +120,7 @@ class StepStatus(TrainerCallback):
         self._steps = 0
         self._has_stepped = False
         self._window: dict[tuple[int, ...], BatchCount] = {}
-        #: Batches since the run began, by their shape. Shapes are not told apart where nothing is compiled for them.
+        #: Batches since the run began, by their shape. Batches of all shapes count together where nothing is compiled for a shape.
         self.batches: dict[tuple[int, ...], BatchCount] = {}
         #: How many steps took how long, by phase and class of [`class_of`]; `"total"` is all of them together.
         self.step_times: dict[str, Counter[int]] = {}
@@ -152,14 +152,14 @@ class StepStatus(TrainerCallback):
         """Note what the step that ended took, its log included. Called when the next one asks for its data."""
         if not self._has_stepped:
             # The beginning of training.
-            self._before_step = self.clock.until_now()
+            self._before_step = self.clock.elapsed()
             return
         self._has_stepped = False
-        now, before = self.clock.until_now(), self._before_step
-        self._before_step = now
+        elapsed, before = self.clock.elapsed(), self._before_step
+        self._before_step = elapsed
         total = 0.0
-        for phase, until_now in now.items():
-            seconds = until_now - before[phase]
+        for phase, seconds_so_far in elapsed.items():
+            seconds = seconds_so_far - before[phase]
             if seconds > 0 and phase not in BESIDES_STEPS:
                 total += seconds
                 self._note_time(phase, seconds)
@@ -189,8 +189,8 @@ class StepStatus(TrainerCallback):
         """What was measured since the last call, by its name in a log; empty if no step has ended since."""
         if not self._steps:
             return {}
-        now = self.clock.until_now()
-        spent, self._before_window = now - self._before_window, now
+        elapsed = self.clock.elapsed()
+        spent, self._before_window = elapsed - self._before_window, elapsed
         in_steps = sum(seconds for phase, seconds in spent.items() if phase not in BESIDES_STEPS)
         logs = {"step_time": round(in_steps / self._steps, 6)}
         # Sums on a device are read here, once a log; on XLA batches are counted on the host.
@@ -215,7 +215,7 @@ class StepStatus(TrainerCallback):
 
     def take_phases(self) -> dict[str, float]:
         """Seconds of each phase since training began, by its name in the last log of a run."""
-        spent = self.clock.until_now()
+        spent = self.clock.elapsed()
         return {f"phase/{phase}": round(spent[phase], 6) for phase in PHASES if phase in spent}
 
     def _count_flops(self, counts: dict[tuple[int, ...], BatchCount]) -> float | None:

@@ -58,9 +58,9 @@ def write_recipe(args: argparse.Namespace) -> int:
     name = by_command().get(name, name)
     source = RECIPES / f"{name}.yaml"
     if not source.is_file():
-        known = ", ".join(recipe.stem for recipe in sorted(RECIPES.glob("*.yaml")))
+        recipes = ", ".join(recipe.stem for recipe in sorted(RECIPES.glob("*.yaml")))
         raise UserError(
-            f"{args.name!r} is neither a command nor a recipe. Commands: {', '.join(by_command())}. Recipes: {known}."
+            f"{args.name!r} is neither a command nor a recipe. Commands: {', '.join(by_command())}. Recipes: {recipes}."
         )
     text = source.read_text(encoding="utf-8")
     sources = [source, *(RECIPES / module for use, module in _MODULES.items() if use in text)]

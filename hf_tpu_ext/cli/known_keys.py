@@ -34,28 +34,28 @@ def check_keys(recipe: Recipe) -> None:
     Names are read in the sources, since importing the classes takes seconds. Where there are no sources, all is left to the
     parser.
     """
-    known = {*_names()}
-    if not {"learning_rate", "model_name_or_path"} <= known:
+    known_keys = {*_names()}
+    if not {"learning_rate", "model_name_or_path"} <= known_keys:
         return
     unknown = [
         (values, key)
         for values in (recipe.file, recipe.command_line)
         for key in values
-        if key not in known and key.removeprefix("no_") not in known and key not in ("h", "help")
+        if key not in known_keys and key.removeprefix("no_") not in known_keys and key not in ("h", "help")
     ]
-    refuse_unknown(recipe, unknown, known)
+    refuse_unknown(recipe, unknown, known_keys)
 
 
 def refuse_unknown(
-    recipe: Recipe, unknown: Iterable[tuple[dict[str, Any], str]], known: Iterable[str], prog: str = ""
+    recipe: Recipe, unknown: Iterable[tuple[dict[str, Any], str]], known_keys: Iterable[str], prog: str = ""
 ) -> None:
     """
-    Refuse keys of a recipe (`ValueError`), each with the values among which it stands, and say which of the `known` ones is meant, or
+    Refuse keys of a recipe (`ValueError`), each with the values among which it stands, and say which of the `known_keys` is meant, or
     that the help of `prog` lists them.
     """
     lines = []
     for values, key in unknown:
-        close = difflib.get_close_matches(key, list(known), n=1)
+        close = difflib.get_close_matches(key, list(known_keys), n=1)
         where = f"in {recipe.path}" if values is recipe.file else "on the command line"
         hint = f"Did you mean {close[0]!r}?" if close else f"`{f'{prog} --help'.strip()}` lists the keys."
         lines.append(f"unknown key {key!r} {where}. {hint}")

@@ -32,14 +32,14 @@ def check_paths(recipe: Recipe, reads_data: bool = True) -> None:
         directory, _, name = value.rstrip("/").rpartition("/")
         inside = os.listdir(directory or ".") if os.path.isdir(directory or ".") else []
         near = difflib.get_close_matches(name, inside, n=1, cutoff=0.75)
-        said = f"{recipe.where(key)}: {key} is {value!r}, and there is no such file or directory in {os.getcwd()}, where paths begin."
+        message = f"{recipe.where(key)}: {key} is {value!r}, and there is no such file or directory in {os.getcwd()}, where paths begin."
         hint = f" Did you mean {os.path.join(directory, near[0])!r}?" if near else ""
         if not may_be_on_hub(value):
-            raise NoSuchPath(said + hint)
+            raise NoSuchPath(message + hint)
         # `Qwen/Qwen3-0.6B-Base` may be on the hub, although there is a directory `Qwen/Qwen3-0.6B` here. Of a directory `chats` that is
         # gone, datasets would go on with the rows that it has kept.
         if (near or key == "dataset_name" and "/" not in value) and os.environ.get("RANK", "0") == "0":
-            print(f"{said} It is looked for on the hub.{hint}", file=sys.stderr)
+            print(f"{message} It is looked for on the hub.{hint}", file=sys.stderr)
 
 
 def _refuse_file(recipe: Recipe, file: str) -> None:

@@ -181,14 +181,14 @@ def _time_to_save() -> Iterator[set[int]]:
     shut_down = LocalElasticAgent._shutdown
 
     def wait_and_shut_down(agent, *args, **kwargs) -> None:
-        told = sys.exception()
-        if not isinstance(told, SignalException) or agent._pcontext is None:
+        exception = sys.exception()
+        if not isinstance(exception, SignalException) or agent._pcontext is None:
             shut_down(agent, *args, **kwargs)
             return
         workers = [handler.proc for handler in agent._pcontext.subprocess_handlers.values()]
         for worker in workers:
             if worker.poll() is None:
-                os.killpg(worker.pid, told.sigval)
+                os.killpg(worker.pid, exception.sigval)
         deadline = time.monotonic() + _SECONDS_TO_SAVE
         with suppress(TimeoutExpired):
             for worker in workers:

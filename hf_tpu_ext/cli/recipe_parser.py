@@ -165,17 +165,17 @@ def _launcher_actions() -> dict[str, argparse.Action | None]:
 def _launcher_option(key: str, action: argparse.Action | None, recipe: Recipe) -> list[str]:
     """An option of `accelerate launch` as `trl` hands it on."""
     value, option = recipe.get(key), action.option_strings[-1] if action else f"--{key}"
-    written = _boolean(value)
+    literal = _boolean(value)
     if action is not None and action.nargs == 0:
-        if not isinstance(written, bool):
+        if not isinstance(literal, bool):
             raise UserError(f"{recipe.where(key)}: {key} is {value!r}, expected true or false.")
-        return [option] if written else []
+        return [option] if literal else []
     if value is True or isinstance(value, (dict, list)) or value is None:
-        found = "has no value" if value in (True, None) else f"is {value!r}"
-        raise UserError(f"{recipe.where(key)}: {key} {found}, expected one value: {key}: VALUE, or --{key} VALUE.")
+        problem = "has no value" if value in (True, None) else f"is {value!r}"
+        raise UserError(f"{recipe.where(key)}: {key} {problem}, expected one value: {key}: VALUE, or --{key} VALUE.")
     if key in recipe.command_line or (action is not None and action.choices is not None):
         return [option, str(value)]
-    return [option, str(written)]
+    return [option, str(literal)]
 
 
 def _boolean(value: Any) -> Any:
@@ -192,8 +192,8 @@ def _convert(action: argparse.Action, hint: Any, value: Any) -> Any:
         # The mappings are the entries of `datasets`.
         items = value if isinstance(value, list) else [value]
         return [item if isinstance(item, dict) else action.type(str(item)) for item in items]
-    if bool in kinds and isinstance(written := _boolean(value), bool):
-        return written
+    if bool in kinds and isinstance(flag := _boolean(value), bool):
+        return flag
     if type(value) in kinds:
         return value
     if isinstance(value, (dict, list, bool)) or value is None:

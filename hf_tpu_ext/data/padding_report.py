@@ -65,9 +65,9 @@ class TokenWaste:
         self.pad_share = self.pad_tokens / (self.pad_tokens + self.real_tokens)
         self.pad_share_per_length = {}
         for length in padded_lengths.unique().tolist():
-            chosen = padded_lengths == length
-            pads = _pad_tokens(self._batches[chosen], padded_lengths[chosen])
-            self.pad_share_per_length[length] = pads / (chosen.sum().item() * batch_size * length)
+            has_length = padded_lengths == length
+            pads = _pad_tokens(self._batches[has_length], padded_lengths[has_length])
+            self.pad_share_per_length[length] = pads / (has_length.sum().item() * batch_size * length)
 
     def describe(self) -> str:
         """Words for the start of a run: the share of pads and, from 10 % on, the settings that lower it."""

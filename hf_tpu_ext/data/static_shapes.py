@@ -28,7 +28,7 @@ def pad_value_of(key: str, pad_token_id: int) -> int:
     """What the tensor under `key` of a batch is padded with."""
     if key.endswith("input_ids"):
         return pad_token_id
-    return next((value for known, value in PAD_VALUES.items() if key == known or key.endswith(f"_{known}")), 0)
+    return next((value for name, value in PAD_VALUES.items() if key == name or key.endswith(f"_{name}")), 0)
 
 
 def _extend(key: str, tensor: Tensor, dim: int, size: int, pad_token_id: int) -> Tensor:
@@ -282,23 +282,23 @@ class ShapeGuard:
         self.lengths = sorted(lengths)
         self.config_name = config_name
         # A dict and not a set: the error names the shape that came first.
-        self._seen: dict[frozenset[tuple[str, torch.Size]], dict[str, torch.Size]] = {}
+        self._shapes: dict[frozenset[tuple[str, torch.Size]], dict[str, torch.Size]] = {}
 
     def check(self, batch: Mapping[str, Any]) -> None:
         """Records the shapes of a batch; `UserError` if they are one more than `limit`."""
         shapes = {key: value.shape for key, value in batch.items() if isinstance(value, Tensor)}
-        if (seen := frozenset(shapes.items())) in self._seen:
+        if (signature := frozenset(shapes.items())) in self._shapes:
             return
-        if len(self._seen) == self.limit:
+        if len(self._shapes) == self.limit:
             raise UserError(self._describe(shapes))
-        self._seen[seen] = shapes
+        self._shapes[signature] = shapes
 
     def _describe(self, new: dict[str, torch.Size]) -> str:
-        seen = [*self._seen.values()]
-        first = seen[0]
+        earlier = [*self._shapes.values()]
+        first = earlier[0]
         changed = [key for key in first | new if first.get(key) != new.get(key)]
         # With buckets several keys differ from the first batch; the culprit is the one whose shape never came before.
-        unseen = [key for key in changed if all(shapes.get(key) != new.get(key) for shapes in seen)]
+        unseen = [key for key in changed if all(shapes.get(key) != new.get(key) for shapes in earlier)]
         key = (unseen or changed)[0]
         before, after = (str(tuple(shapes[key])) if key in shapes else "absent" for shapes in (first, new))
         if key in first and key in new and first[key][1:] == new[key][1:]:

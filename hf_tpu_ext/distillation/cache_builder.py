@@ -158,21 +158,21 @@ def build_cache(
             numbers = files[processes.index] if processes.index < len(files) else range(0)
             # Rows of about the same length share a batch. No batch reaches into another file, so a build that continues
             # sees the same batches.
-            ordered = sorted(numbers, key=lambda number: sequences.lengths[number], reverse=True)
+            longest_first = sorted(numbers, key=lambda number: sequences.lengths[number], reverse=True)
             rows: dict[int, TeacherRows] = {}
-            for start in range(0, len(ordered), teacher.rows):
-                chosen = ordered[start : start + teacher.rows]
-                batch = teacher.batch([sequences[number] for number in chosen])
+            for start in range(0, len(longest_first), teacher.rows):
+                of_batch = longest_first[start : start + teacher.rows]
+                batch = teacher.batch([sequences[number] for number in of_batch])
                 shape = batch["input_ids"].shape
                 compiles = teacher.backend.static_shapes and shape not in shapes
                 bar.set_description(
                     f"compiling {tuple(shape)}" if compiles else "running the teacher", refresh=compiles
                 )
                 shapes.add(shape)
-                found = teacher.distributions(batch, settings.top_k, settings.temperatures)
-                for row, number in enumerate(chosen):
-                    rows[number] = TeacherRows(*(tensor[row, : sequences.lengths[number]] for tensor in found))
-                bar.update(len(chosen))
+                distributions = teacher.distributions(batch, settings.top_k, settings.temperatures)
+                for row, number in enumerate(of_batch):
+                    rows[number] = TeacherRows(*(tensor[row, : sequences.lengths[number]] for tensor in distributions))
+                bar.update(len(of_batch))
             bar.set_description("writing", refresh=False)
             writer.write(numbers, [rows[number] for number in numbers])
             bar.update(sum(map(len, files)) - len(numbers))

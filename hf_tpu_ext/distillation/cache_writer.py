@@ -116,21 +116,21 @@ class CacheWriter:
         return self.complete, self._per_shard, self._shards
 
     def _clear(self, announced: set[str]) -> None:
-        """Delete what is left of `announced` files that are not kept, and announce those of this build."""
-        kept = {shard.file for shard in self._shards.values()}
+        """Delete what is left of `announced` files that are not current, and announce those of this build."""
+        current = {shard.file for shard in self._shards.values()}
         for name in names_of_shards(len(self._keys), self._per_shard):
             if name not in announced and (self.directory / name).exists():
                 raise UserError(
                     f"{self.directory / name} is not of a teacher's cache that was begun in this directory, and is left as it is. Give "
                     "another directory (--output_dir DIR), or move the file away."
                 )
-        leftovers = [*self._partly_written(announced), *(self.directory / name for name in announced - kept)]
+        leftovers = [*self._partly_written(announced), *(self.directory / name for name in announced - current)]
         leftovers = [path for path in leftovers if path.is_file()]
         self._check_room(freed=sum(path.stat().st_size for path in leftovers))
         # While what announces them is there.
         for path in leftovers:
             path.unlink()
-        # Without the manifest nothing is taken for a whole cache. It goes when what there is to go on from is noted.
+        # Without the manifest nothing is taken for a whole cache. It is deleted once the progress to continue from is written.
         self._note_progress()
         (self.directory / MANIFEST).unlink(missing_ok=True)
 
@@ -156,9 +156,9 @@ class CacheWriter:
         Write a file: the [`TeacherRows`] of one of [`~CacheWriter.pending`]. All processes come here as often; one that has none
         left has an empty range. `ValueError` if there is no room, or the teacher's answer is not one.
         """
-        written = self._write_file(sequences, rows) if sequences else None
+        own_entry = self._write_file(sequences, rows) if sequences else None
         self._shards |= dict(
-            entry for entry in self._processes.exchange("a file of a cache", written) if entry is not None
+            entry for entry in self._processes.exchange("a file of a cache", own_entry) if entry is not None
         )
         if self._processes.index == 0:
             self._note_progress()
@@ -275,15 +275,15 @@ class CacheWriter:
         return announced
 
     def _compare(self, before: dict[str, Any]) -> None:
-        now = json.loads(json.dumps(dataclasses.asdict(self.settings)))
-        other = [
-            _HASHED.get(name, f"{name} is {now[name]!r} and was {before[name]!r}")
-            for name in now
-            if before[name] != now[name]
+        current = json.loads(json.dumps(dataclasses.asdict(self.settings)))
+        differences = [
+            _HASHED.get(name, f"{name} is {current[name]!r} and was {before[name]!r}")
+            for name in current
+            if before[name] != current[name]
         ]
-        if other:
+        if differences:
             raise UserError(
-                f"{self.directory} holds a teacher's cache that was built with other settings: {'; '.join(other)}. Give another "
+                f"{self.directory} holds a teacher's cache that was built with other settings: {'; '.join(differences)}. Give another "
                 "directory (--output_dir DIR), or start over and discard it (--overwrite)."
             )
 
@@ -318,8 +318,8 @@ class CacheWriter:
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 raise
-            told = f"Writing failed ({error.strerror}); what is done is kept, and the same command continues"
-            raise UserError(self._no_room(told)) from error
+            failure = f"Writing failed ({error.strerror}); what is done is kept, and the same command continues"
+            raise UserError(self._no_room(failure)) from error
 
     def _no_room(self, what: str) -> str:
         return (

@@ -104,26 +104,26 @@ class Distillation:
         if isinstance(teacher, Head):
             with torch.no_grad():
                 teacher_logits = teacher.logits(dtype)
-                best = teacher_logits.argmax(-1)
+                teacher_tokens = teacher_logits.argmax(-1)
                 shared = min(teacher_logits.shape[-1], logits.shape[-1])
                 if self.top_k is not None and self.top_k < shared:
                     teacher = TopK.of(teacher_logits[..., :shared], self.top_k, self.temperature)
         else:
-            best = teacher.ids[..., 0]
+            teacher_tokens = teacher.ids[..., 0]
         if isinstance(teacher, Head):
             kd = full_divergence(teacher_logits, logits, self.temperature, self.kd_loss, self.beta)
             coverage = torch.ones_like(kd)
         else:
             kd = top_k_divergence(teacher, logits, self.temperature, self.kd_loss, self.beta)
             coverage = teacher.log_probs.to(kd.dtype).exp().sum(-1).clamp(max=1)
-        chosen = logits.argmax(-1)
+        student_tokens = logits.argmax(-1)
         return TokenTerms(
             log_probs.gather(-1, targets[..., None])[..., 0],
             kd,
             -(log_probs.exp() * log_probs).sum(-1),
-            (chosen == targets).to(kd.dtype),
+            (student_tokens == targets).to(kd.dtype),
             coverage,
-            (chosen == best).to(kd.dtype),
+            (student_tokens == teacher_tokens).to(kd.dtype),
         )
 
 
@@ -139,7 +139,7 @@ class FusedDistillation(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, targets, teacher, student, settings, backend, dtype):
         ctx.set_materialize_grads(False)
         ctx.student, ctx.teacher, ctx.targets = student, teacher, targets
-        ctx.settings, ctx.backend, ctx.dtype, ctx.apart = settings, backend, dtype, backend.manual_sharding.active
+        ctx.settings, ctx.backend, ctx.dtype, ctx.is_manual = settings, backend, dtype, backend.manual_sharding.active
         ctx.save_for_backward(hidden, weight, bias)
         chunks = _Chunks(hidden, weight, targets, teacher)
 
@@ -147,7 +147,7 @@ class FusedDistillation(torch.autograd.Function):
             terms = settings.terms(*chunks.take(chunk, student, *constants), dtype)
             return constants, tuple(terms)
 
-        # The loop carries what all chunks share: it would compute it anew in each turn.
+        # The loop carries what all chunks share: each iteration would compute it anew.
         _, terms = backend.loops.scan(compare, _shared(weight, bias, teacher), chunks.tensors)
         terms = TokenTerms(*(chunks.join(term) for term in terms))
         ctx.mark_non_differentiable(*terms[2:])
@@ -164,9 +164,9 @@ class FusedDistillation(torch.autograd.Function):
             for gradient in (log_probs_grad, kd_grad)
         ]
         chunks = _Chunks(hidden, weight, ctx.targets, ctx.teacher, *upstream)
-        wanted = {"weight": weight} if needs_weight else {}
+        parameters = {"weight": weight} if needs_weight else {}
         if needs_bias:
-            wanted["bias"] = bias
+            parameters["bias"] = bias
 
         def differentiate(carried, chunk):
             constants, carry = carried
@@ -174,7 +174,7 @@ class FusedDistillation(torch.autograd.Function):
             # body have no data. A step that ends just then would crash.
             with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
                 head, targets, teacher = chunks.take(chunk, ctx.student, *constants)
-                leaves = {name: head._asdict()[name].detach().requires_grad_() for name in wanted}
+                leaves = {name: head._asdict()[name].detach().requires_grad_() for name in parameters}
                 head = head._replace(**leaves)
                 rows = head.hidden.detach().requires_grad_(needs_hidden)
                 terms = ctx.settings.terms(head._replace(hidden=rows), targets, teacher, ctx.dtype)
@@ -186,12 +186,12 @@ class FusedDistillation(torch.autograd.Function):
             carry = tuple(so_far + new for so_far, new in zip(carry, gradients, strict=True))
             return (constants, carry), (hidden_grad,)
 
-        start = tuple(torch.zeros(tensor.shape, dtype=sums, device=hidden.device) for tensor in wanted.values())
-        with ctx.backend.manual_sharding.region(ctx.apart):
+        start = tuple(torch.zeros(tensor.shape, dtype=sums, device=hidden.device) for tensor in parameters.values())
+        with ctx.backend.manual_sharding.region(ctx.is_manual):
             (_, totals), (rows_grad,) = ctx.backend.loops.scan(
                 differentiate, (_shared(weight, bias, ctx.teacher), start), chunks.tensors
             )
-        by_name = {name: total.to(wanted[name].dtype) for name, total in zip(wanted, totals, strict=True)}
+        by_name = {name: total.to(parameters[name].dtype) for name, total in zip(parameters, totals, strict=True)}
         hidden_grad = chunks.join(rows_grad).to(hidden.dtype) if needs_hidden else None
         return hidden_grad, by_name.get("weight"), by_name.get("bias"), *[None] * 6
 

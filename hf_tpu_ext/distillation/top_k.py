@@ -57,7 +57,7 @@ def top_k_rows(
     """
     Take the most likely tokens of a teacher's [`Head`], a chunk of tokens at a time; `dtype` is that of the product.
 
-    On XLA the chunks are the turns of one loop, so that no more than one chunk's logits exist; on several chips each
+    On XLA the chunks are the iterations of one loop, so that no more than one chunk's logits exist; on several chips each
     goes through its own rows.
     """
     if backend.num_chips > 1:
@@ -66,11 +66,11 @@ def top_k_rows(
     chunks = split_tokens(head.hidden, max(8, _CHUNK_ELEMENTS // head.weight.shape[0]))
     compute_dtype = head.hidden.dtype if dtype is None else dtype
 
-    def turn(carry: tuple, chunk: tuple[Tensor]) -> tuple[tuple, tuple]:
+    def top_k_of_chunk(carry: tuple, chunk: tuple[Tensor]) -> tuple[tuple, tuple]:
         logits = head._replace(hidden=chunk[0]).logits(compute_dtype)
         return carry, tuple(TeacherRows.of(logits, top_k, temperatures))
 
-    _, results = backend.loops.scan(turn, (), (chunks,))
+    _, results = backend.loops.scan(top_k_of_chunk, (), (chunks,))
     results = (result.reshape(-1, result.shape[-1])[:tokens] for result in results)
     if backend.num_chips > 1:
         results = (backend.manual_sharding.shard_to_full(result) for result in results)

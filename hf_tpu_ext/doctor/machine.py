@@ -98,18 +98,18 @@ def explain_end(status: int, output: str) -> tuple[str, str]:
 
 def check_compile_cache(has_tpu: bool, setting: str = "auto") -> Check:
     """
-    Look at the compiled programs on disk, which are kept for a TPU without being asked to. `setting` is as
+    Look at the compiled programs on disk, which a TPU has by default. `setting` is as
     `compile_cache_dir`.
     """
     name = "compile cache"
-    root, chosen = cache_root(setting)
+    root, is_explicit = cache_root(setting)
     if root is None:
         return Check(name, "none", "off")
     state = cache_state(root)
     if not state.writable:
         fix = "Set HF_TPU_EXT_COMPILE_CACHE to a directory that you may write to, or to off"
         return Check(name, "failed", f"{root} cannot be written: every run compiles from scratch", fix)
-    if not has_tpu and not chosen:
+    if not has_tpu and not is_explicit:
         return Check(name, "none", f"used on a TPU, in {root}")
     text = f"{count(state.programs, 'executable')}, {format_bytes(state.size)} of at most {format_bytes(MOST_BYTES)}, in {root}"
     return Check(name, "ok", text)

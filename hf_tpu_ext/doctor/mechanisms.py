@@ -44,7 +44,7 @@ class WrongError(Exception):
 
 
 class Found(NamedTuple):
-    """What is said of a mechanism, and the numbers behind it; `applies` is false where there is nothing to try."""
+    """What a check says of a mechanism, and the numbers behind it; `applies` is false where there is nothing to try."""
 
     text: str
     numbers: dict[str, Any] = {}
@@ -268,20 +268,20 @@ class Mechanisms:
         tokenizer = AutoTokenizer.from_pretrained(model_dir)
         model = AutoModelForCausalLM.from_pretrained(model_dir)
         prompts = torch.tensor([tokenizer("What is 12+34?")["input_ids"], tokenizer("What is 56+78?")["input_ids"]])
-        made = hf_tpu_ext.generate(
+        tokens = hf_tpu_ext.generate(
             AutoModelForCausalLM.from_pretrained(model_dir).to(self.backend.device),
             prompts if self.backend.unknown_upstream else prompts.to(self.backend.device),
             max_new_tokens=16,
             do_sample=False,
         ).cpu()
         with torch.no_grad():
-            logits = model(made).logits[:, prompts.shape[1] - 1 : -1]
-        chosen = logits.gather(-1, made[:, prompts.shape[1] :, None]).squeeze(-1)
-        behind = (logits.amax(-1) - chosen).max().item()
+            logits = model(tokens).logits[:, prompts.shape[1] - 1 : -1]
+        token_logits = logits.gather(-1, tokens[:, prompts.shape[1] :, None]).squeeze(-1)
+        behind = (logits.amax(-1) - token_logits).max().item()
         _check(
             behind <= _LOGIT_TOLERANCE, f"a greedy token has a logit that is {behind:.2g} below eager CPU's largest"
         )
-        return f"{chosen.numel()} greedy tokens are eager CPU's"
+        return f"{token_logits.numel()} greedy tokens are eager CPU's"
 
     def all_chips(self) -> Found:
         if not self.backend.unknown_upstream:

@@ -161,9 +161,9 @@ class _RecordsCompletions:
     """Keeps the completions that a trainer generates."""
 
     def _generate_single_turn(self, *args, **kwargs):
-        made = super()._generate_single_turn(*args, **kwargs)
-        self.completions.append(made[0])
-        return made
+        outputs = super()._generate_single_turn(*args, **kwargs)
+        self.completions.append(outputs[0])
+        return outputs
 
 
 class _TakesCompletions:
@@ -227,7 +227,7 @@ def make_trainer(
             More fields of the config.
     """
     settings = _DEFAULTS | run.settings | changes
-    # A teacher is known to the trainer of this package alone: it is its own reference, on eager CPU.
+    # Only this package's trainer takes a teacher: its own run on eager CPU is the reference.
     package, prefix = (trl, "") if stock and "kd_teacher" not in settings else (hf_tpu_ext, "TPU")
     config_cls, cls = (getattr(package, f"{prefix}{run.trainer}{what}") for what in ("Config", "Trainer"))
     if stock:
@@ -238,8 +238,8 @@ def make_trainer(
         settings["kd_teacher"] = str(directory / settings["kd_teacher"])
     if run.trainer != "GRPO":
         settings.setdefault("max_length", MAX_LENGTH)
-    known = config_cls.__dataclass_fields__
-    args = config_cls(str(directory / name), **{key: value for key, value in settings.items() if key in known})
+    field_names = config_cls.__dataclass_fields__
+    args = config_cls(str(directory / name), **{key: value for key, value in settings.items() if key in field_names})
     splits = {name: load_dataset(str(directory / run.data), split=name) for name in ("train", "test")}
     kwargs: dict[str, Any] = {"train_dataset": splits["train"]}
     if run.evaluates:

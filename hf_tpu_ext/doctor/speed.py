@@ -127,11 +127,11 @@ def measure_speed(backend: Backend, directory: Path, mechanisms: "Mechanisms") -
 def _train(
     backend: Backend, directory: Path, settings: dict[str, Any], trainer_cls: type, config_cls: type
 ) -> tuple[list[float], _Times, int | None]:
-    known = config_cls.__dataclass_fields__
+    field_names = config_cls.__dataclass_fields__
     settings = settings | {"disable_tqdm": True, "run_report": False, "use_cpu": backend.device.type == "cpu"}
     args = config_cls(
         str(directory / f"smollm2-{trainer_cls.__name__}"),
-        **{key: value for key, value in settings.items() if key in known},
+        **{key: value for key, value in settings.items() if key in field_names},
     )
     torch.manual_seed(0)
     length = settings["max_length"]
@@ -173,9 +173,9 @@ def plan_speed(backend: Backend, directory: Path) -> dict[str, Any] | None:
     topology = next(names, None)
     if topology is None:
         return {"text": f"no plan for {backend.num_chips} of {backend.device_name}", "peak_bytes": None}
-    written = directory / "plan.json"
+    plan_file = directory / "plan.json"
     command = [sys.executable, "-m", "hf_tpu_ext.cli.main", "plan", "--config", str(write_recipe(directory))]
-    command += ["--topology", topology, "--seq_lengths", str(LENGTH), "--json", str(written)]
+    command += ["--topology", topology, "--seq_lengths", str(LENGTH), "--json", str(plan_file)]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -195,7 +195,7 @@ def plan_speed(backend: Backend, directory: Path) -> dict[str, Any] | None:
     print(output)
     if process.returncode not in (0, 1):
         return {"text": f"no plan: {(output.strip().splitlines() or [''])[-1]}", "peak_bytes": None}
-    derived = json.loads(written.read_text(encoding="utf-8"))["derived"]
+    derived = json.loads(plan_file.read_text(encoding="utf-8"))["derived"]
     expected = derived["step"]["seconds"]
     text = (
         f"hf-tpu plan: {' to '.join(dict.fromkeys(map(format_seconds, expected)))} a step, "

@@ -40,9 +40,9 @@ def check_versions(
         return [
             Check(_PACKAGE, "failed", "not installed, only found on the path", "pip install -e . in its directory")
         ]
-    asked = [Requirement(line) for line in requires or importlib.metadata.requires(_PACKAGE)]
+    requirements = [Requirement(line) for line in requires or importlib.metadata.requires(_PACKAGE)]
     checks = [_check_python(python or platform.python_version())]
-    checks += [_check(line, find_version) for line in asked if line.marker is None]
+    checks += [_check(line, find_version) for line in requirements if line.marker is None]
     with_xla, with_torch_tpu = (find_version(name) is not None for name in ("torch_xla", "torch_tpu"))
     if with_xla and with_torch_tpu:
         return [*checks, _both(find_version)]
@@ -51,7 +51,9 @@ def check_versions(
         how = f"{install_command('tpu')}, or {requirement('torch_tpu')} for torch_tpu"
         return [*checks, Check("torch_xla", "none", f"not installed; a TPU needs it: {how}")]
     return checks + [
-        _check(line, find_version, extra) for line in asked if line.marker is not None and _is_of_extra(line, extra)
+        _check(line, find_version, extra)
+        for line in requirements
+        if line.marker is not None and _is_of_extra(line, extra)
     ]
 
 
@@ -93,23 +95,25 @@ def check_libtpu(
 
 
 def _check_python(version: str) -> Check:
-    asked = importlib.metadata.metadata(_PACKAGE)["Requires-Python"]
-    if SpecifierSet(asked).contains(version, prereleases=True):
-        return Check("python", "ok", f"{version} ({asked})")
-    return Check("python", "failed", f"{version}, {asked} is needed", "Make an environment with Python 3.11 or newer")
+    specifier = importlib.metadata.metadata(_PACKAGE)["Requires-Python"]
+    if SpecifierSet(specifier).contains(version, prereleases=True):
+        return Check("python", "ok", f"{version} ({specifier})")
+    return Check(
+        "python", "failed", f"{version}, {specifier} is needed", "Make an environment with Python 3.11 or newer"
+    )
 
 
 def _check(required: Requirement, find_version: Callable[[str], str | None], extra: str | None = None) -> Check:
-    name, asked = required.name, str(required.specifier)
+    name, specifier = required.name, str(required.specifier)
     label = f"{name} [{extra}]" if extra else name
-    fix = f"pip install '{name}{asked}'" if extra is None else install_command(extra)
+    fix = f"pip install '{name}{specifier}'" if extra is None else install_command(extra)
     version = find_version(name)
     if version is None:
-        return Check(label, "failed", f"not installed; {asked or 'any version'} is needed", fix)
+        return Check(label, "failed", f"not installed; {specifier or 'any version'} is needed", fix)
     # A release candidate is the version that it is a candidate for.
     if not required.specifier.contains(Version(version), prereleases=True):
-        return Check(label, "failed", f"{version}, {asked} is needed", fix)
-    return Check(label, "ok", f"{version} ({asked})" if asked else version)
+        return Check(label, "failed", f"{version}, {specifier} is needed", fix)
+    return Check(label, "ok", f"{version} ({specifier})" if specifier else version)
 
 
 def _is_of_extra(line: Requirement, extra: str) -> bool:

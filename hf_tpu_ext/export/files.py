@@ -70,11 +70,11 @@ def check_output(output_dir: Path, overwrite: bool, sources: list[Path]) -> None
 def _not_of_export(directory: Path) -> str:
     """Files in an earlier export that are not of it."""
     try:
-        written = json.loads((directory / REPORT_FILE).read_text(encoding="utf-8"))["files"]
+        own_files = json.loads((directory / REPORT_FILE).read_text(encoding="utf-8"))["files"]
     except (ValueError, KeyError):
-        # Of a version that did not note them.
-        written = [REPORT_FILE]
-    foreign = sorted({path.name for path in directory.iterdir()} - {*written})
+        # An export of an older version has no list of its files.
+        own_files = [REPORT_FILE]
+    foreign = sorted({path.name for path in directory.iterdir()} - {*own_files})
     return ", ".join(foreign[:5]) + ", ..." * (len(foreign) > 5)
 
 
@@ -101,11 +101,11 @@ def whole_directory(output_dir: Path) -> Iterator[Path]:
     # Left behind by one that was killed.
     if temporary.exists():
         remove_temporary(temporary, output_dir)
-    written = temporary / output_dir.name
+    partial = temporary / output_dir.name
     try:
-        written.mkdir(parents=True)
-        yield written
-        move_into_place(written, output_dir)
+        partial.mkdir(parents=True)
+        yield partial
+        move_into_place(partial, output_dir)
     except SafetensorError as error:
         # What safetensors makes of a full disk.
         raise SaveError(

@@ -80,15 +80,15 @@ def _write(source: Path, path: Path, name: str, trained_for: TrainedFor) -> GGUF
 
     rounding, kind = trained_for.rounding(), GGMLQuantizationType[name]
     reader = GGUFReader(source)
-    chosen = [tensor for tensor in reader.tensors if _is_rounded(tensor, trained_for)]
-    wrong = [tensor for tensor in chosen if tensor.tensor_type != GGMLQuantizationType.F32]
-    if wrong or not chosen:
-        found = f"{wrong[0].name} in {wrong[0].tensor_type.name}" if wrong else "no matrices of layers"
+    rounded_tensors = [tensor for tensor in reader.tensors if _is_rounded(tensor, trained_for)]
+    wrong = [tensor for tensor in rounded_tensors if tensor.tensor_type != GGMLQuantizationType.F32]
+    if wrong or not rounded_tensors:
+        problem = f"{wrong[0].name} in {wrong[0].tensor_type.name}" if wrong else "no matrices of layers"
         raise UserError(
-            f"--gguf {source} has {found}. Other integers than those of the training would come out: make it in float32, "
+            f"--gguf {source} has {problem}. Other integers than those of the training would come out: make it in float32, "
             "convert_hf_to_gguf.py --outtype f32"
         )
-    names, difference = {tensor.name for tensor in chosen}, 0.0
+    names, difference = {tensor.name for tensor in rounded_tensors}, 0.0
     for place, tensor in enumerate(reader.tensors):
         if tensor.name in names:
             weight = torch.from_numpy(np.array(tensor.data))
@@ -111,7 +111,7 @@ def _write(source: Path, path: Path, name: str, trained_for: TrainedFor) -> GGUF
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-    return GGUFExport(str(path), name, len(chosen), path.stat().st_size, difference)
+    return GGUFExport(str(path), name, len(rounded_tensors), path.stat().st_size, difference)
 
 
 def _is_rounded(tensor, trained_for: TrainedFor) -> bool:

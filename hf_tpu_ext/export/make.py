@@ -223,21 +223,23 @@ def export_run(
             del model
             gc.collect()
             # What others will load.
-            written = auto_class.from_pretrained(partial, dtype=dtype).eval()
-            measured = measure(written, rows)
+            exported_model = auto_class.from_pretrained(partial, dtype=dtype).eval()
+            measured = measure(exported_model, rows)
             exported = compare(trained, measured)
             weights = exported
             if dtype != "float32":
                 # Its scales are not made float32 afterwards.
                 in_float32 = (
-                    written.float() if quantization is None else auto_class.from_pretrained(partial, dtype="float32")
+                    exported_model.float()
+                    if quantization is None
+                    else auto_class.from_pretrained(partial, dtype="float32")
                 )
                 weights = compare(trained, measure(in_float32.eval(), rows))
             good, verdict = False, base_check.text
             if base_check.same is not False:
-                rounded_now = quantization.describe() if quantization is not None and not rounded else None
+                new_rounding = quantization.describe() if quantization is not None and not rounded else None
                 rounds_activations = quantization is not None and quantization.activation_dtype is not None
-                good, verdict = judge(dtype, exported, training, rounded_now, rounds_activations)
+                good, verdict = judge(dtype, exported, training, new_rounding, rounds_activations)
             export = Export(
                 output_dir=str(output_dir),
                 run_dir=str(run_dir),

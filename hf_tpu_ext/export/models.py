@@ -74,8 +74,8 @@ class Source:
         if rewards and not _classifies(config.architectures):
             # As the reward trainer loads it.
             config.num_labels = 1
-        known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if rewards else MODEL_FOR_CAUSAL_LM_MAPPING
-        if type(config) not in known:
+        mapping = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if rewards else MODEL_FOR_CAUSAL_LM_MAPPING
+        if type(config) not in mapping:
             raise UserError(
                 f"{self.base} is a {config.model_type} model. Causal language models and reward models are exported."
             )
@@ -174,8 +174,8 @@ class Source:
 
     def _read_quantization(self, config: PreTrainedConfig) -> BitsAndBytesConfig | None:
         """How to quantize the base as it was in training, where its files are not quantized."""
-        noted = None if self.adapter is None else read_quantization(self.directory)
-        return None if noted is None or "quantization_config" in vars(config) else BitsAndBytesConfig(**noted)
+        settings = None if self.adapter is None else read_quantization(self.directory)
+        return None if settings is None or "quantization_config" in vars(config) else BitsAndBytesConfig(**settings)
 
     def _load_from_adapter(self, model: PreTrainedModel, names: Collection[str]) -> None:
         """Load weights that the base has not from the adapter. With and without it, a model has one head then."""

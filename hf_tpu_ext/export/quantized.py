@@ -22,8 +22,8 @@ def choose_quantization(
     run_dir: Path, dtype: str | None, group_size: int | None, scale: str | None = None
 ) -> TrainedFor | None:
     """
-    Find out what weights are to be rounded to: what a run was trained for, which a given `dtype`, `group_size` and `scale`
-    have to agree with; or these, of a run that was trained without rounding. `None` where `dtype` is.
+    Find out what weights are to be rounded to: what a run was trained for, with which `dtype`, `group_size` and
+    `scale` have to agree; or these, of a run that was trained without rounding. `None` where `dtype` is.
 
     Raises:
         `ValueError`: They do not agree, or nothing says to what.
@@ -48,7 +48,7 @@ def choose_quantization(
             )
         return TrainedFor(dtype, group_size or 32, scale=scale or "max")
     as_trained = (AS_TRAINED, trained.weight_dtype), (None, trained.group_size), (None, trained.scale)
-    if any(given not in allowed for given, allowed in zip((dtype, group_size, scale), as_trained, strict=True)):
+    if any(value not in allowed for value, allowed in zip((dtype, group_size, scale), as_trained, strict=True)):
         raise UserError(
             f"{run_dir} was trained for {trained.describe()}. Leave the dtype, --group_size and --scale out, for what was "
             "trained to be exported: --quantize"

@@ -57,33 +57,33 @@ class CopiedWeights:
             weights += [(weight, linear, len(weight)) for weight, linear in self._stack.weights()]
         plain, needed = find_plain_linear(model), 0
         # Of each copy, whether it is transposed, and its dtype.
-        self._forms: list[tuple[bool, torch.dtype]] = []
+        self._layouts: list[tuple[bool, torch.dtype]] = []
         for weight, linear, count in weights:
             dtype = matmul_dtype(weight) if linear in plain else weight.dtype
             needed += weight.numel() * dtype.itemsize
-            self._forms += [(transposes and linear is not None, dtype)] * count
+            self._layouts += [(transposes and linear is not None, dtype)] * count
         if not backend.loops.in_programs or needed > find_room(backend):
-            self._stack, self._linear, self._forms = None, {}, []
+            self._stack, self._linear, self._layouts = None, {}, []
 
     def __len__(self) -> int:
-        return len(self._forms)
+        return len(self._layouts)
 
     @torch.no_grad()
     def make(self) -> list[Tensor]:
-        """Copy the weights of now, each whole for every chip."""
+        """Copy the model's current weights, each whole for every chip."""
         weights = [module.weight for module in self._linear.values()]
         if self._stack is not None:
             weights += [part for weight, _ in self._stack.weights() for part in weight.unbind()]
         return [
             self._backend.gather((weight.mT if is_transposed else weight).to(dtype, copy=True))
-            for weight, (is_transposed, dtype) in zip(weights, self._forms, strict=True)
+            for weight, (is_transposed, dtype) in zip(weights, self._layouts, strict=True)
         ]
 
     @contextmanager
     def read(self, copies: Sequence[Tensor]) -> Iterator[None]:
         """Within this context the model reads copies, as they were made, and layers of a loop one by one."""
         weights = [
-            copy.mT if is_transposed else copy for copy, (is_transposed, _) in zip(copies, self._forms, strict=True)
+            copy.mT if is_transposed else copy for copy, (is_transposed, _) in zip(copies, self._layouts, strict=True)
         ]
         num_linear = len(self._linear)
         of_stack = nullcontext() if self._stack is None else self._stack.reading(weights[num_linear:])

@@ -147,12 +147,12 @@ class Generator:
         try:
             masks = static_masks(sdpa=not self._backend.traces_steps)
             with torch.no_grad(), masks, self._backend.as_written(), self._released():
-                made = self._backend.fetch(
+                results = self._backend.fetch(
                     self._generate(ids[::copies], mask[::copies], torch.tensor(seed).to(torch.int32), copies)
                 )
         finally:
             self._model.train(was_training)
-        first, others = made[:2], made[2:] or [torch.zeros(0, len(ids))] * 2
+        first, others = results[:2], results[2:] or [torch.zeros(0, len(ids))] * 2
         tokens, log_probs = (
             torch.cat([each[:, None], rest.T], 1)[: len(prompts)].tolist()
             for each, rest in zip(first, others, strict=True)
@@ -208,17 +208,17 @@ class Generator:
         prompts = self._backend.send_rows({"ids": ids, "attention": mask}, len(ids))
         seed = self._backend.send(seed)
         with self._compiled.unchanged():
-            made, self._state = self._compiled(
+            first_tokens, self._state = self._compiled(
                 {**prompts, "seed": seed, "copies": copies},
                 partial(self._run, PREFILL, tuple(ids.shape)),
                 name=PREFILL,
             )
             if self._new_tokens == 1:
-                return made
+                return first_tokens
             run = partial(self._run, DECODE, (rows, self._new_tokens))
             if self._backend.loops.in_programs:
-                return made + self._compiled({"seed": seed, "rows": rows}, run, name=DECODE)
-            return made + self._decode_one_by_one(seed, rows, run)
+                return first_tokens + self._compiled({"seed": seed, "rows": rows}, run, name=DECODE)
+            return first_tokens + self._decode_one_by_one(seed, rows, run)
 
     def _run_program(self, data: dict[str, Any], name: str) -> Any:
         """What is compiled."""
@@ -270,55 +270,55 @@ class Generator:
         """All further tokens of the `rows` rows, in loops: tokens and log-probabilities, of shape `(new, rows)`."""
         state, cache = self._rows_and_cache()
         carry = (_all(state.finished), state, tuple(cache))
-        turn, lengths = partial(self._decode_token, seed), self._cache_lengths(cache)
-        made, first = [], 1
+        decode_token, lengths = partial(self._decode_token, seed), self._cache_lengths(cache)
+        results, first = [], 1
         with self._copied.read(self.copied_weights()):
             for length in lengths:
                 end = min(length - self.prompt_lengths[-1] + 1, self._new_tokens)
-                numbers = torch.arange(first, end, dtype=torch.int32, device=seed.device)
-                carry, tokens = self._backend.loops.scan(turn, carry, (numbers,), until=True)
-                if not made:
-                    # In place of what it has been given, which has the same shape.
+                token_numbers = torch.arange(first, end, dtype=torch.int32, device=seed.device)
+                carry, tokens = self._backend.loops.scan(decode_token, carry, (token_numbers,), until=True)
+                if not results:
+                    # In place of the state that prefill has left, which has the same shapes.
                     for tensor, value in zip([*state, *cache], [*carry[1], *carry[2]], strict=True):
                         tensor.data = value
                     self._shard_rows([*state, *cache])
-                made.append(tokens)
+                results.append(tokens)
                 first = end
                 if length != lengths[-1]:
-                    carry = (*carry[:2], pad_positions(carry[2], length, lengths[len(made)]))
-        return [torch.cat(each) for each in zip(*made, strict=True)]
+                    carry = (*carry[:2], pad_positions(carry[2], length, lengths[len(results)]))
+        return [torch.cat(each) for each in zip(*results, strict=True)]
 
     def _decode_one_by_one(self, seed: Tensor, rows: int, run: Callable) -> list[Tensor]:
         """As [`~Generator._decode`], by a program for a token, in a loop of the host."""
-        turns = self._new_tokens - 1
-        # Of turns that do not run, zeros.
-        made = {
-            name: torch.zeros(turns, rows, dtype=dtype, device=seed.device)
+        iterations = self._new_tokens - 1
+        # Zeros stay where an iteration does not run, since all rows have ended.
+        results = {
+            name: torch.zeros(iterations, rows, dtype=dtype, device=seed.device)
             for name, dtype in (("tokens", torch.int64), ("log_probs", torch.float32))
         }
         # On the device: a Python number would be part of the program.
         number, ended = torch.ones_like(seed), None
-        for turn in range(turns):
-            if turn and turn % _TOKENS_BETWEEN_READS == 0 and self._backend.fetch(ended):
+        for iteration in range(iterations):
+            if iteration and iteration % _TOKENS_BETWEEN_READS == 0 and self._backend.fetch(ended):
                 break
-            data = {"seed": seed, "number": number, "rows": rows, **made}
-            ended, number, made = self._compiled(data, run, name=DECODE)
-        return list(made.values())
+            data = {"seed": seed, "number": number, "rows": rows, **results}
+            ended, number, results = self._compiled(data, run, name=DECODE)
+        return list(results.values())
 
     def _decode_next(
-        self, seed: Tensor, number: Tensor, rows: int, **made: Tensor
+        self, seed: Tensor, number: Tensor, rows: int, **results: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Whether all rows have ended, the number of the next token, and those that there are with the one of `number`."""
+        """Whether all rows have ended, the number of the next token, and `results` with token `number` in its place."""
         state, cache = self._rows_and_cache()
         carry, new = self._decode_token(seed, (None, state, cache), (number,))
         for tensor, value in zip([*state, *cache], [*carry[1], *carry[2]], strict=True):
             if value is not tensor:
                 tensor.copy_(value)
         put = self._backend.loops.put_rows
-        made = {
-            name: put(each, number - 1, value[None]) for (name, each), value in zip(made.items(), new, strict=True)
+        results = {
+            name: put(each, number - 1, value[None]) for (name, each), value in zip(results.items(), new, strict=True)
         }
-        return carry[0], number + 1, made
+        return carry[0], number + 1, results
 
     def _cache_lengths(self, cache: Sequence[Tensor]) -> list[int]:
         """Lengths of the cache, one after the other. A program for a token has one."""
@@ -328,11 +328,11 @@ class Generator:
         return choose_cache_lengths(cache, self._model, prompt, new, chips, find_room(self._backend))
 
     def _decode_token(self, seed: Tensor, carry: tuple, entries: tuple) -> tuple[tuple, tuple]:
-        _, (finished, token, position, attention, history), kept = carry
+        _, (finished, token, position, attention, history), keys_and_values = carry
         (number,) = entries
         index = number + (self.prompt_lengths[-1] - 1)
-        length = kept[0].shape[-2]
-        cache = StaticKeyValueCache(self._backend, self._num_layers, length, index, kept)
+        length = keys_and_values[0].shape[-2]
+        cache = StaticKeyValueCache(self._backend, self._num_layers, length, index, keys_and_values)
         if self._sampler.reads_history:
             history = self._backend.loops.put_block(history, token[:, None], (None, index))
         logits = self._logits(token[:, None], attention[:, :length], position, cache)
@@ -375,7 +375,7 @@ class _Rows(NamedTuple):
 
 
 def are_in_groups(ids: Tensor, mask: Tensor, group: int) -> bool:
-    """Whether prompts on the host, padded alike, are the same in each `group` of rows one after the other."""
+    """Whether prompts on the host, padded to one length, are the same in each `group` of rows one after the other."""
     groups = torch.stack([ids, mask]).unflatten(1, (-1, group))
     return bool(groups.eq(groups[:, :, :1]).all())
 

@@ -50,11 +50,11 @@ _REFUSED = {
 def check_generation_config(config: GenerationConfig) -> None:
     """Refuse settings that cannot work in a program of static shapes (`ValueError`)."""
     for name, without_effect in _REFUSED.items():
-        given = vars(config).get(name)
-        if given not in (None, without_effect):
+        value = vars(config).get(name)
+        if value not in (None, without_effect):
             fix = "min_new_tokens" if name == "min_length" else "generate() of the model on CPU or CUDA"
             raise UserError(
-                f"{name}={given!r} cannot be used in a program of static shapes. Leave it out, or use {fix}."
+                f"{name}={value!r} cannot be used in a program of static shapes. Leave it out, or use {fix}."
             )
 
 
@@ -101,16 +101,20 @@ class Sampler:
 
     @staticmethod
     def _processors(model: PreTrainedModel, config: GenerationConfig, device: torch.device) -> LogitsProcessorList:
-        processors = model._get_logits_processor(config, input_ids_seq_length=1, device=device, logits_processor=[])
-        kept = LogitsProcessorList(each for each in processors if not type(each).__name__.startswith("MinNewTokens"))
-        for each in kept:
+        all_processors = model._get_logits_processor(
+            config, input_ids_seq_length=1, device=device, logits_processor=[]
+        )
+        processors = LogitsProcessorList(
+            each for each in all_processors if not type(each).__name__.startswith("MinNewTokens")
+        )
+        for each in processors:
             if type(each).__name__ not in _ON_DEVICE:
                 raise UserError(
                     f"A setting of the generation asks for {type(each).__name__}, which cannot run on {device.type}. Allowed "
                     f"are temperature, top_k, top_p, min_p, typical_p, epsilon_cutoff, repetition_penalty, suppress_tokens, "
                     "min_new_tokens, eos_token_id. Leave it out, or generate with the model on CPU or CUDA."
                 )
-        return kept
+        return processors
 
     def choose(self, logits: Tensor, seed: Tensor, number: Tensor, history: Tensor | None) -> tuple[Tensor, Tensor]:
         """

@@ -78,13 +78,13 @@ def generate(
         return model.generate(
             input_ids=input_ids, attention_mask=attention_mask, generation_config=generation_config, **kwargs
         )
-    asked = TextRequest.read(model, input_ids, attention_mask, generation_config, prompt_lengths, **kwargs)
+    request = TextRequest.read(model, input_ids, attention_mask, generation_config, prompt_lengths, **kwargs)
     if next(model.parameters()).device.type != backend.device.type:
         mesh = {"data": backend.num_chips, "fsdp": 1}
         backend.use_mesh(mesh)
         place_model(model, backend, mesh)
-    generator = Generator(model, backend, asked.config, asked.prompt_lengths)
-    return asked.answer(generator.generate(asked.prompts, seed, asked.copies), generator.pad_token_id)
+    generator = Generator(model, backend, request.config, request.prompt_lengths)
+    return request.answer(generator.generate(request.prompts, seed, request.copies), generator.pad_token_id)
 
 
 @dataclass
@@ -125,14 +125,14 @@ class TextRequest:
                 "model on CPU or CUDA."
             )
         model, input_ids, length = unwrap_peft_model(model), input_ids.cpu(), input_ids.shape[1]
-        given = [
+        max_lengths = [
             kwargs.get("max_length"),
             *(each.max_length for each in (generation_config, model.generation_config) if each),
         ]
         config, _ = model._prepare_generation_config(generation_config, **kwargs)
         if config.max_new_tokens is None and config.max_length is not None:
             # As in `generate`: with the prompt where somebody has set it, and by default without.
-            config.max_new_tokens = config.max_length - (0 if all(each is None for each in given) else length)
+            config.max_new_tokens = config.max_length - (0 if all(each is None for each in max_lengths) else length)
             if config.max_new_tokens < 1:
                 raise UserError(
                     f"max_length={config.max_length} leaves no tokens to generate after prompts of {length} tokens. Set "
@@ -149,7 +149,7 @@ class TextRequest:
                 "Prompts are padded on the right, where their completion begins. Pad them on the left: tokenizer(..., "
                 'padding=True, padding_side="left").'
             )
-        rows = [row[kept.bool()].tolist() for row, kept in zip(input_ids, mask, strict=True)]
+        rows = [row[is_token.bool()].tolist() for row, is_token in zip(input_ids, mask, strict=True)]
         prompts = [row for row in rows for _ in range(config.num_return_sequences or 1)]
         return cls(input_ids, prompts, config, list(prompt_lengths or [-(-length // _MULTIPLE) * _MULTIPLE]))
 

@@ -121,11 +121,11 @@ def find_topology(name: str) -> Topology:
     name.
     """
     topologies = read_topologies()
-    given = name.strip().lower()
-    if given in topologies:
-        return topologies[given]
+    key = name.strip().lower()
+    if key in topologies:
+        return topologies[key]
     names = list(dict.fromkeys(topology.name for topology in topologies.values()))
-    close = dict.fromkeys(topologies[match].name for match in difflib.get_close_matches(given, topologies, n=5))
+    close = dict.fromkeys(topologies[match].name for match in difflib.get_close_matches(key, topologies, n=5))
     hint = f"Closest: {', '.join(close)}. " if close else ""
     raise UserError(
         f"topology {name!r} is not known. {hint}These are, with the number of chips after the dash (of v5p: of its cores, two "

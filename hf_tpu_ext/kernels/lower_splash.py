@@ -74,7 +74,7 @@ def _scope(request: dict, kernel, products: str):
     blocks, length = kernel.fwd_mask_info.block_mask, padded_length(request)
     scores = length**2
     if blocks is not None:
-        # For all heads alike. The mask has no blocks beside a window.
+        # The same for all heads. The mask has no blocks beside a window.
         scores = np.count_nonzero(np.asarray(blocks)[0]) * kernel.kwargs["block_sizes"].block_q ** 2
     scores *= request["rows"] * request["heads"]
     # The matrix units take as long for narrower heads.
@@ -151,7 +151,7 @@ def lower(function, platform: str, arguments: list) -> bytes:
 
 def without_id(module: bytes) -> bytes:
     """A `HloModuleProto` without its field 5: the number of the module in its process, which torch_xla would hash."""
-    kept, place = bytearray(), 0
+    rest, place = bytearray(), 0
 
     def number() -> int:
         nonlocal place
@@ -174,8 +174,8 @@ def without_id(module: bytes) -> bytes:
             size = {1: lambda: 8, 2: number, 5: lambda: 4}[kind]()
             place += size
         if field != 5:
-            kept += module[start:place]
-    return bytes(kept)
+            rest += module[start:place]
+    return bytes(rest)
 
 
 def main(directory: Path) -> None:
@@ -186,12 +186,12 @@ def main(directory: Path) -> None:
     rows, heads, length = request["rows"], request["heads"], request["length"]
     query = jax.ShapeDtypeStruct((rows, heads, length, request["head_dim"]), dtype)
     key = jax.ShapeDtypeStruct((rows, request["kv_heads"], length, request["head_dim"]), dtype)
-    taken = [query, key, key, jax.ShapeDtypeStruct((rows, length), jnp.int32)]
-    given = [query, jax.ShapeDtypeStruct((rows, heads, length), jnp.float32)]
+    inputs = [query, key, key, jax.ShapeDtypeStruct((rows, length), jnp.int32)]
+    outputs = [query, jax.ShapeDtypeStruct((rows, heads, length), jnp.float32)]
     programs = {
-        "infer": (partial(forward, request, False), taken),
-        "forward": (partial(forward, request, True), taken),
-        "backward": (partial(backward, request), [*taken, *given, query]),
+        "infer": (partial(forward, request, False), inputs),
+        "forward": (partial(forward, request, True), inputs),
+        "backward": (partial(backward, request), [*inputs, *outputs, query]),
     }
     for name, (function, arguments) in programs.items():
         (directory / f"{name}.pb").write_bytes(lower(function, request["platform"], arguments))

@@ -62,14 +62,14 @@ def why_not_lowered() -> str | None:
     """Why this environment cannot lower kernels, and what to type; `None` if it can."""
     if not (wrong := find_wrong_versions(*_PACKAGES)):
         return None
-    wanted = " ".join(f"{name}=={version}" for name, version in required_versions(*_PACKAGES).items())
-    return f"{', '.join(wrong)}, and kernels need: pip install {wanted}"
+    packages = " ".join(f"{name}=={version}" for name, version in required_versions(*_PACKAGES).items())
+    return f"{', '.join(wrong)}, and kernels need: pip install {packages}"
 
 
 @cache
 def lower(kernel: SplashAttention, directory: Path | None = None) -> dict[str, bytes]:
     """
-    Lower a kernel to HLO, or read it where it is kept: in `directory`, if there is one.
+    Lower a kernel to HLO, or read it from `directory`, if an earlier process has lowered it there.
 
     Returns:
         `dict[str, bytes]`: Serialized `HloModuleProto`s, the same in every process: `"infer"` takes query, key and value of
@@ -84,22 +84,22 @@ def lower(kernel: SplashAttention, directory: Path | None = None) -> dict[str, b
     key = hashlib.sha256(
         "\n".join([request, str(required_versions(*_PACKAGES)), _SCRIPT.read_text(encoding="utf-8")]).encode()
     )
-    kept = None if directory is None else directory / key.hexdigest()[:32]
-    if kept is not None and all((kept / f"{name}.pb").exists() for name in _PROGRAMS):
-        return {name: (kept / f"{name}.pb").read_bytes() for name in _PROGRAMS}
+    cached = None if directory is None else directory / key.hexdigest()[:32]
+    if cached is not None and all((cached / f"{name}.pb").exists() for name in _PROGRAMS):
+        return {name: (cached / f"{name}.pb").read_bytes() for name in _PROGRAMS}
     with tempfile.TemporaryDirectory() as name:
         exchange = Path(name)
         (exchange / "request.json").write_text(request, encoding="utf-8")
-        done = subprocess.run([sys.executable, str(_SCRIPT), name], stderr=subprocess.PIPE, text=True)
-        if done.returncode:
+        process = subprocess.run([sys.executable, str(_SCRIPT), name], stderr=subprocess.PIPE, text=True)
+        if process.returncode:
             raise RuntimeError(
-                f"{kernel} cannot be lowered, attention='slices' does without it:\n{done.stderr[-2000:]}"
+                f"{kernel} cannot be lowered, attention='slices' does without it:\n{process.stderr[-2000:]}"
             )
         programs = {name: (exchange / f"{name}.pb").read_bytes() for name in _PROGRAMS}
-    if kept is not None:
+    if cached is not None:
         # Where it cannot be written, kernels are lowered by each process, a second or two each.
         with suppress(OSError):
-            kept.mkdir(parents=True, exist_ok=True)
+            cached.mkdir(parents=True, exist_ok=True)
             for name, program in programs.items():
-                write_atomically(kept / f"{name}.pb", program)
+                write_atomically(cached / f"{name}.pb", program)
     return programs

@@ -79,22 +79,22 @@ def _compile(program: TracedProgram, topology: Topology) -> CompiledProgram:
             },
         }
         (directory / "options.json").write_text(json.dumps(options), encoding="utf-8")
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, str(_SCRIPT), name], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
-        if done.returncode:
-            raise UserError(_why_stopped(done, topology))
+        if process.returncode:
+            raise UserError(_why_stopped(process, topology))
         result = json.loads((directory / "result.json").read_text(encoding="utf-8"))
-        made = partial(
+        make = partial(
             CompiledProgram, program.kind, program.batch_shape, result["seconds"], cpu_seconds=result["cpu_seconds"]
         )
         if "error" in result:
-            return made(result["error"])
+            return make(result["error"])
         text = (directory / "optimized.txt").read_text(encoding="utf-8")
-    held: Counter[str] = Counter()
+    bytes_by_role: Counter[str] = Counter()
     for argument, shape in zip(program.arguments, argument_shapes(text), strict=True):
-        held[argument.role] += shape.num_bytes
-    return made(memory=result["memory"], arguments=dict(held), text=text)
+        bytes_by_role[argument.role] += shape.num_bytes
+    return make(memory=result["memory"], arguments=dict(bytes_by_role), text=text)
 
 
 def _why_stopped(done: subprocess.CompletedProcess, topology: Topology) -> str:

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from .hlo import KERNEL, Instruction, Module, find_collectives, parse_module
-from .hlo_loops import count_turns
+from .hlo_loops import count_trips
 from .hlo_traffic import memory_bytes
 
 
@@ -78,7 +78,7 @@ def estimated_cycles(line: Instruction) -> int:
 
 
 def count_runs(module: Module) -> tuple[Counter[tuple[str, bool]], Counter[str]]:
-    """How often each computation runs, apart from those inside of fusions; and what is not known of that."""
+    """How often each computation runs, without those inside of fusions; and what is not known of that."""
     runs: Counter[tuple[str, bool]] = Counter()
     unknown: Counter[str] = Counter()
 
@@ -86,12 +86,12 @@ def count_runs(module: Module) -> tuple[Counter[tuple[str, bool]], Counter[str]]
         runs[computation, fused] += times
         for line in module.computations[computation].values():
             if line.opcode == "while":
-                turns = count_turns(module, computation, line)
-                if turns is None:
+                trips = count_trips(module, computation, line)
+                if trips is None:
                     unknown[f"the trip count of the loop {line.name}"] += 1
-                    turns = 1
+                    trips = 1
                 for called in line.called:
-                    run(called, times * turns, fused)
+                    run(called, times * trips, fused)
             elif "to_apply=" not in line.rest or line.opcode == "call":
                 # What a reduction applies to each pair of elements counts with the reduction.
                 for called in line.called:

@@ -1,4 +1,4 @@
-"""How often the loops of a compiled XLA program (HLO) turn."""
+"""Trip counts of the loops of a compiled XLA program (HLO)."""
 
 import operator
 import re
@@ -9,8 +9,8 @@ from .hlo import Instruction, Module
 
 
 _Integers = Callable[[int], int | None]
-#: Loops of more turns are not counted.
-MAX_TURNS = 10_000
+#: Loops of more iterations are not counted.
+MAX_TRIPS = 10_000
 _OPERATIONS: dict[str, Callable[..., int]] = {
     **dict.fromkeys(("bitcast", "bitcast-convert", "convert", "copy", "reshape"), operator.pos),
     "not": operator.invert,
@@ -26,22 +26,22 @@ _OPERATIONS: dict[str, Callable[..., int]] = {
 _DIRECTIONS = {name: vars(operator)[name.lower()] for name in ("LT", "LE", "GT", "GE", "EQ", "NE")}
 
 
-def count_turns(module: Module, computation: str, loop: Instruction) -> int | None:
+def count_trips(module: Module, computation: str, loop: Instruction) -> int | None:
     """
-    Count how often the body of a loop in a computation runs; `None` if it depends on data, or is above [`MAX_TURNS`]. Of a loop
-    that data may end before a known turn, it is the most.
+    Count how often the body of a loop in a computation runs; `None` if it depends on data, or is above [`MAX_TRIPS`]. Of a loop
+    that data may end early, it is the most.
 
     Compilers say it in the loop's `known_trip_count`, or not at all. Then the numbers that the loop's condition
-    depends on are followed, turn by turn, from what the loop starts with.
+    depends on are followed, iteration by iteration, from what the loop starts with.
     """
-    if known := re.search(r'"known_trip_count":\{"n":"?(\d+)', loop.rest):
-        return int(known[1])
+    if trip_count := re.search(r'"known_trip_count":\{"n":"?(\d+)', loop.rest):
+        return int(trip_count[1])
     condition, body = loop.attribute("condition").strip("%"), loop.attribute("body").strip("%")
     element = _elements(module, computation, loop.operands[0], lambda index: None)
-    for turns in range(MAX_TURNS):
+    for trips in range(MAX_TRIPS):
         goes_on = _evaluator(module, condition, element, may_go_on=True)(module.root(condition).name)
         if not goes_on:
-            return None if goes_on is None else turns
+            return None if goes_on is None else trips
         element = _elements(module, body, module.root(body).name, element)
     return None
 
@@ -82,15 +82,15 @@ def _evaluator(
             inner = _evaluator(module, called, lambda index: value(operands[index]), may_go_on)
             return inner(module.root(called).name)
         if line.opcode == "select":
-            # What is not chosen may depend on data. It is asked for all the same, for no turn to wait for many before.
-            chosen, yes, no = map(value, operands)
-            return None if chosen is None else yes if chosen else no
+            # The other operand may depend on data. It is evaluated all the same, so that a late iteration needs no deep recursion.
+            predicate, yes, no = map(value, operands)
+            return None if predicate is None else yes if predicate else no
         is_comparison = line.opcode == "compare"
         compute = _DIRECTIONS[line.attribute("direction")] if is_comparison else _OPERATIONS.get(line.opcode)
         numbers = [] if compute is None else [value(operand) for operand in operands]
         if may_go_on and line.opcode == "and" and dtype == "pred":
-            known = [number for number in numbers if number is not None]
-            numbers = numbers if len(known) != 1 else known * 2
+            known_numbers = [number for number in numbers if number is not None]
+            numbers = numbers if len(known_numbers) != 1 else known_numbers * 2
         return None if compute is None or None in numbers else _wrap(compute(*numbers), dtype)
 
     return value

@@ -20,31 +20,31 @@ def memory_bytes(line: Instruction, lines: dict[str, Instruction], module: Modul
     if line.opcode == "custom-call" and KERNEL not in line.rest:
         # The compiler's notes to itself: allocations, views, halves of integers.
         return 0
-    taken = [lines[operand] for operand in line.operands]
+    operands = [lines[operand] for operand in line.operands]
     if line.opcode in ("copy-start", "slice-start"):
         # Its result, its source and a flag, in the order of each.
-        made = line.shapes[0 if line.opcode == "copy-start" else 1]
-        return _in_memory(made) + (0 if taken[0].shapes[0].space else made.num_bytes)
+        result = line.shapes[0 if line.opcode == "copy-start" else 1]
+        return _in_memory(result) + (0 if operands[0].shapes[0].space else result.num_bytes)
     if line.opcode == "fusion":
         (called,) = line.called
-        read = sum(
+        num_bytes = sum(
             min(_in_memory(operand.shapes[0]), _bytes_read(module, called, index))
-            for index, operand in enumerate(taken)
+            for index, operand in enumerate(operands)
             if len(operand.shapes) == 1
         )
-        written = zip(line.shapes, _bytes_written(module, called), strict=False)
-        return read + sum(min(_in_memory(shape), size) for shape, size in written)
+        outputs = zip(line.shapes, _bytes_written(module, called), strict=False)
+        return num_bytes + sum(min(_in_memory(shape), size) for shape, size in outputs)
     if line.opcode in _SLICES:
-        made = line.shapes[0].num_bytes
-        return (0 if taken[0].shapes[0].space else made) + _in_memory(line.shapes[0])
+        result = line.shapes[0]
+        return (0 if operands[0].shapes[0].space else result.num_bytes) + _in_memory(result)
     if line.opcode in ("dynamic-update-slice", "scatter"):
-        update = taken[1 if line.opcode == "dynamic-update-slice" else -1].shapes[0]
+        update = operands[1 if line.opcode == "dynamic-update-slice" else -1].shapes[0]
         return _in_memory(update) + (0 if line.shapes[0].space else update.num_bytes)
-    given = [shape for operand in taken for shape in operand.shapes]
+    inputs = [shape for operand in operands for shape in operand.shapes]
     # The result of an asynchronous start holds its operands before what it makes, and flags after that.
-    is_pair = line.opcode.endswith("-start") and len(line.shapes) > len(given)
-    made = line.shapes[len(given) : 2 * len(given)] if is_pair else line.shapes
-    return sum(map(_in_memory, given)) + sum(map(_in_memory, made))
+    is_pair = line.opcode.endswith("-start") and len(line.shapes) > len(inputs)
+    results = line.shapes[len(inputs) : 2 * len(inputs)] if is_pair else line.shapes
+    return sum(map(_in_memory, inputs)) + sum(map(_in_memory, results))
 
 
 def _in_memory(shape: Shape) -> int:
@@ -93,15 +93,15 @@ def _bytes_written(module: Module, computation: str) -> list[int]:
     """What a fusion writes of each of its results."""
     lines = module.computations[computation]
 
-    def written(line: Instruction) -> list[int]:
+    def sizes_of(line: Instruction) -> list[int]:
         if line.opcode == "tuple":
-            return [size for operand in line.operands for size in written(lines[operand])]
+            return [size for operand in line.operands for size in sizes_of(lines[operand])]
         if line.opcode == "bitcast":
-            return written(lines[line.operands[0]])
+            return sizes_of(lines[line.operands[0]])
         if line.opcode == "fusion":
             return _bytes_written(module, line.called[0])
         if line.opcode == "dynamic-update-slice":
             return [lines[line.operands[1]].shapes[0].num_bytes]
         return [shape.num_bytes for shape in line.shapes]
 
-    return written(module.root(computation))
+    return sizes_of(module.root(computation))

@@ -57,7 +57,7 @@ def make_plan(
         unknown.append("time and cost of the run: the number of steps is not known without the data (set max_steps)")
     return Plan(
         title=title,
-        facts=_facts(run, programs, topology),
+        facts=_describe(run, programs, topology),
         topology=topology,
         programs=planned,
         versions={name: version(name) for name in ("torch_xla", "transformers", "trl")}
@@ -80,12 +80,12 @@ def _model_flops(run: Run, program: CompiledProgram) -> float | None:
     return step_flops(dimensions, program.batch_shape, adapters)
 
 
-def _facts(run: Run, programs: Sequence[TracedProgram], topology: Topology) -> dict[str, str]:
+def _describe(run: Run, programs: Sequence[TracedProgram], topology: Topology) -> dict[str, str]:
     chips = programs[0].num_chips
     rows = run.per_device_train_batch_size * run.gradient_accumulation_steps * chips
     lengths = sorted({program.batch_shape[1] for program in programs if program.kind in (MICRO_STEP, OPTIMIZER_STEP)})
     share = 100 * run.trained_parameters / run.parameters
-    facts = {
+    description = {
         "model": f"{run.config.model_type}, {format_count(run.parameters).strip()} parameters, "
         f"{format_count(run.trained_parameters).strip()} trained ({share:.3g} %)",
         "precision": run.precision,
@@ -94,12 +94,12 @@ def _facts(run: Run, programs: Sequence[TracedProgram], topology: Topology) -> d
         f"sequence length{'s' if len(lengths) > 1 else ''} {', '.join(map(str, lengths))}",
     }
     if chips > 1:
-        facts["chips"] = describe_mesh(run.mesh)
+        description["chips"] = describe_mesh(run.mesh)
     if topology.num_hosts > 1:
-        facts["hosts"] = describe_hosts(run.mesh, topology.num_hosts)
-    facts |= {"rematerialization": run.rematerialization, "attention": run.attention}
+        description["hosts"] = describe_hosts(run.mesh, topology.num_hosts)
+    description |= {"rematerialization": run.rematerialization, "attention": run.attention}
     if run.rows is not None:
-        facts["data"] = f"{run.rows:,} rows"
+        description["data"] = f"{run.rows:,} rows"
     if run.token_share is not None:
-        facts["padding"] = f"{100 * (1 - run.token_share):.1f} % of the tokens in batches"
-    return facts
+        description["padding"] = f"{100 * (1 - run.token_share):.1f} % of the tokens in batches"
+    return description

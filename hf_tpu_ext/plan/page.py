@@ -40,7 +40,7 @@ def _wrapped(text: str, first: str = "", rest: str = "") -> str:
     return textwrap.fill(words, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
 
 
-def _fact(text: str, name: str = "") -> str:
+def _labelled(text: str, name: str = "") -> str:
     return _wrapped(text, f"{name:<{_LABEL}}", " " * _LABEL)
 
 
@@ -57,7 +57,7 @@ def _table(trials: Sequence[Trial]) -> list[str]:
     names = list(dict.fromkeys(name for trial in trials for name in trial.settings))
     rows = [[*names, "peak HBM", "fits", "expected step", "tokens/s/chip"]]
     for trial in trials:
-        known = (
+        cells = (
             (trial.peak_bytes, format_bytes),
             (trial.fits, {True: "yes", False: "no"}.get),
             (trial.seconds, format_seconds),
@@ -65,7 +65,7 @@ def _table(trials: Sequence[Trial]) -> list[str]:
         )
         rows.append(
             [trial.settings.get(name, "") for name in names]
-            + ["?" if value is None else words(value) for value, words in known]
+            + ["?" if value is None else words(value) for value, words in cells]
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
@@ -78,7 +78,7 @@ _ENVIRONMENT.filters |= {
     "bars": _bars,
     "bytes": format_bytes,
     "dollars": "${:,.2f}".format,
-    "fact": _fact,
+    "labelled": _labelled,
     "number": format_count,
     "seconds": format_seconds,
     "shape": format_size,

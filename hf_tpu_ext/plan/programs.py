@@ -7,10 +7,8 @@ from .hlo_cost import Cost
 
 
 #: What stays on a chip between two programs, whether a program uses it or not.
-KEPT = ("weights", "optimizer state", "gradients")
-#: What else has a name among the arguments of a program.
-GIVEN = ("batch",)
-#: Likewise, of those that generate.
+RESIDENT = ("weights", "optimizer state", "gradients")
+#: Roles of further arguments, which only programs that generate have.
 OF_GENERATION = ("key-value cache", "copies of weights")
 
 
@@ -94,7 +92,7 @@ class CompiledProgram:
     @property
     def parts(self) -> dict[str, int]:
         """Bytes of a chip's memory by what holds them, of this program alone, in the order of the page."""
-        named = {role: self.arguments.get(role, 0) for role in (*KEPT, *GIVEN)}
+        named = {role: self.arguments.get(role, 0) for role in (*RESIDENT, "batch")}
         named |= {role: self.arguments[role] for role in OF_GENERATION if self.arguments.get(role)}
         return named | {
             "other arguments": self.memory["argument"] - sum(named.values()),

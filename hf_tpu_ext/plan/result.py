@@ -9,7 +9,7 @@ from ..hardware.prices import Price
 from ..hardware.topologies import Topology
 from ..step.train_step import MICRO_STEP, OF_EVALUATION, OPTIMIZER_STEP
 from .hlo_cost import Cost
-from .programs import KEPT, CompiledProgram, Generations
+from .programs import RESIDENT, CompiledProgram, Generations
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ class Plan:
     @property
     def excess_bytes(self) -> int | None:
         """By how much a chip has too little, where the compiler refused a program and says it."""
-        told = (program.excess_bytes for program in self.programs)
-        return max((excess for excess in told if excess is not None), default=None)
+        excesses = (program.excess_bytes for program in self.programs)
+        return max((excess for excess in excesses if excess is not None), default=None)
 
     def parts(self, program: CompiledProgram) -> dict[str, int]:
         """
@@ -136,9 +136,9 @@ class Plan:
         chip although this program does not use it (the optimizer's state during a micro-step), and the code of all
         programs.
         """
-        kept = {role: max(other.parts[role] for other in self.compiled) for role in KEPT}
+        resident = {role: max(other.parts[role] for other in self.compiled) for role in RESIDENT}
         code = sum(other.parts["generated code"] for other in self.compiled)
-        return program.parts | kept | {"generated code": code}
+        return program.parts | resident | {"generated code": code}
 
     @property
     def largest(self) -> CompiledProgram | None:
@@ -247,8 +247,8 @@ class Plan:
     @property
     def unknowns(self) -> list[str]:
         """All that could not be found out."""
-        told = [reason for program in self.compiled for reason in program.cost.unknown]
-        return list(dict.fromkeys([*self.unknown, *told]))
+        reasons = [reason for program in self.compiled for reason in program.cost.unknown]
+        return list(dict.fromkeys([*self.unknown, *reasons]))
 
     def to_json(self) -> str:
         """All of it as JSON, with the derived figures under `"derived"`."""

@@ -57,7 +57,7 @@ class TrainedFor:
 
     @classmethod
     def read(cls, directory: str | Path) -> "TrainedFor | None":
-        """Read what is noted in a directory, if it is. What cannot be read is a `ValueError`."""
+        """Read the record in a directory, `None` where there is none. One that cannot be read is a `ValueError`."""
         path = Path(directory) / QUANTIZATION_FILE
         if not path.is_file():
             return None

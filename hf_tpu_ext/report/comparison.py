@@ -28,18 +28,18 @@ def compare_runs(runs: Sequence[Run], prices: Mapping[str, Price]) -> Report:
         if all(timed.values()):
             section.figures.insert(1, draw_curves("Loss over time", timed, over="minutes of training"))
     results = _compared([headline(run, prices) for run in runs], all_rows=True)
-    recipe = _compared([run.facts["arguments"] for run in runs])
+    recipe = _compared([run.begin["arguments"] for run in runs])
     others = _compared(
         [
             {
                 "begun": begun(run),
-                "model": run.facts["model"]["name"],
-                "parameters": f"{run.facts['model']['parameters']:,}",
-                "trained": f"{run.facts['model']['trained']:,}",
+                "model": run.begin["model"]["name"],
+                "parameters": f"{run.begin['model']['parameters']:,}",
+                "trained": f"{run.begin['model']['trained']:,}",
                 **datasets_of(run),
-                "device": run.facts["backend"]["device"],
-                "chips": run.facts["backend"]["chips"],
-                **run.facts["versions"],
+                "device": run.begin["backend"]["device"],
+                "chips": run.begin["backend"]["chips"],
+                **run.begin["versions"],
             }
             for run in runs
         ],

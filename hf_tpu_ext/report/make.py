@@ -64,17 +64,17 @@ def make_report(
             f"hf-tpu report {shlex.join([str(directories[0]), '--plan', str(plan)])}"
         )
     runs = [read_run(directory) for directory in directories]
-    known = read_prices(prices)
+    price_by_chip = read_prices(prices)
     if len(runs) == 1:
         planned = (
             compare_if_planned(runs[0], directories[0])
             if plan is None
             else compare_with_plan(runs[0], read_plan(plan))
         )
-        report, name = describe_run(runs[0], known, planned), "report"
+        report, name = describe_run(runs[0], price_by_chip, planned), "report"
         output_dir = directories[0] if output_dir is None else output_dir
     else:
-        report, name = compare_runs(runs, known), "comparison"
+        report, name = compare_runs(runs, price_by_chip), "comparison"
         output_dir = "." if output_dir is None else output_dir
     page = Path(output_dir, f"{name}.html")
     texts = {

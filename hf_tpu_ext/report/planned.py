@@ -55,8 +55,8 @@ def compare_with_plan(run: Run, plan: Mapping[str, Any]) -> Section:
     Put what was planned, see [`read_plan`], beside what a run measured, in a table. What either does not know is left
     empty.
     """
-    derived, chip, backend = plan["derived"], plan["topology"]["chip"], run.facts["backend"]
-    model = run.facts["model"]
+    derived, chip, backend = plan["derived"], plan["topology"]["chip"], run.begin["backend"]
+    model = run.begin["model"]
     section = Section(
         _TITLE, [f"Planned: {plan['facts']['model']}. Run: {model['name']}, {model['parameters']:,} parameters."]
     )

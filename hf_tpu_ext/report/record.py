@@ -68,7 +68,7 @@ class Session:
     ended, or the error that ended it; both `None` if it was killed.
     """
 
-    facts: dict[str, Any]
+    begin: dict[str, Any]
     seconds: float = 0.0
     last_step: int = 0
     totals: dict[str, Any] = field(default_factory=dict)
@@ -117,9 +117,9 @@ class Run:
     unreadable: int = 0
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def begin(self) -> dict[str, Any]:
         """What was known when the last session began."""
-        return self.sessions[-1].facts
+        return self.sessions[-1].begin
 
     @property
     def peak_memory_gib(self) -> float | None:
@@ -152,7 +152,7 @@ class Run:
     def repeated_steps(self) -> int:
         """Optimizer steps that were done once more after a resume."""
         ends = zip(self.sessions, self.sessions[1:], strict=False)
-        return sum(max(0, before.last_step - after.facts["first_step"]) for before, after in ends)
+        return sum(max(0, before.last_step - after.begin["first_step"]) for before, after in ends)
 
 
 def read_run(directory: str | Path) -> Run:
@@ -198,8 +198,8 @@ def read_run(directory: str | Path) -> Run:
         for phase, classes in totals["step_times"].items():
             run.step_times.setdefault(phase, Counter()).update({int(number): n for number, n in classes.items()})
         for shape, counts in totals["batches"]:
-            known = run.batches.setdefault(tuple(shape), [0, 0, 0])
-            run.batches[tuple(shape)] = [one + more for one, more in zip(known, counts, strict=True)]
+            sums = run.batches.setdefault(tuple(shape), [0, 0, 0])
+            run.batches[tuple(shape)] = [one + more for one, more in zip(sums, counts, strict=True)]
     return run
 
 

@@ -30,9 +30,9 @@ def describe_run(run: Run, prices: Mapping[str, Price], planned: Section | None 
     ]
     notes = [] if can_draw() else [f"{HOW_TO_DRAW}: hf-tpu report {run.name}"]
     sections.insert(0, Section("Notes", [*notes, *notes_on(run)]))
-    backend = run.facts["backend"]
+    backend = run.begin["backend"]
     return Report(
-        title=run.facts["model"]["name"] or run.name,
+        title=run.begin["model"]["name"] or run.name,
         subtitle=f"{run.name}, on {count(backend['chips'], 'chip')} of {backend['device']}{_where(backend)}, begun "
         f"{begun(run)}",
         headline=headline(run, prices),
@@ -52,7 +52,7 @@ def headline(run: Run, prices: Mapping[str, Price]) -> dict[str, str]:
     for name, keys in RESULTS.items():
         if values := [value for _, value in run.logged(keys)]:
             numbers[name] = " → ".join(f"{value:.3g}" for value in dict.fromkeys((values[0], values[-1])))
-    numbers["steps"] = f"{run.steps:,} of {run.facts['max_steps']:,}"
+    numbers["steps"] = f"{run.steps:,} of {run.begin['max_steps']:,}"
     numbers["time"] = format_seconds(run.seconds)
     for name, key, words in (
         ("tokens / s", "tokens_per_second", format_number),
@@ -70,8 +70,8 @@ def headline(run: Run, prices: Mapping[str, Price]) -> dict[str, str]:
         )
     if (memory := run.peak_memory_gib) is not None:
         numbers["peak memory"] = f"{memory:.3g} GiB"
-    if (known := _price(run, prices)) is not None:
-        numbers["cost so far"] = f"${known[1]:,.2f}"
+    if (cost := _price(run, prices)) is not None:
+        numbers["cost so far"] = f"${cost[1]:,.2f}"
     return numbers
 
 
@@ -223,7 +223,7 @@ def _tokens(run: Run) -> Section:
         for name, (number, tokens, padded) in shown.items()
     ]
     section.tables.append(Table(["batch", "batches", "tokens", "padding", "share of padding"], rows))
-    advice = run.facts["facts"]["token_waste"]
+    advice = run.begin["facts"]["token_waste"]
     if advice:
         section.lines.append(f"Before the run: {advice}")
     return section
@@ -231,26 +231,26 @@ def _tokens(run: Run) -> Section:
 
 def _price(run: Run, prices: Mapping[str, Price]) -> tuple[Price, float] | None:
     """The price of the chip that a run is on, and what the run has cost, where it is known."""
-    chip = find_chip(run.facts["backend"]["device"])
+    chip = find_chip(run.begin["backend"]["device"])
     if chip is None or chip.name not in prices:
         return None
-    hours = sum(session.seconds * session.facts["backend"]["chips"] for session in run.sessions) / 3600
+    hours = sum(session.seconds * session.begin["backend"]["chips"] for session in run.sessions) / 3600
     return prices[chip.name], hours * prices[chip.name].dollars_per_chip_hour
 
 
 def _cost(run: Run, prices: Mapping[str, Price]) -> Section:
     section = Section("Memory and cost")
     if (memory := run.peak_memory_gib) is not None:
-        limit = run.facts["backend"]["memory_per_chip"]
+        limit = run.begin["backend"]["memory_per_chip"]
         of = "of the process" if limit is None else f"of the {limit / 2**30:.4g} GiB of usable HBM of a chip"
         section.lines.append(f"At most {memory:.3g} GiB {of} were in use.")
-    if (known := _price(run, prices)) is None:
+    if (cost := _price(run, prices)) is None:
         section.lines.append(
-            f"No price of {run.facts['backend']['device']} is known, so there is no cost. Prices of your own: hf-tpu report "
+            f"No price of {run.begin['backend']['device']} is known, so there is no cost. Prices of your own: hf-tpu report "
             f"{run.name} --prices FILE."
         )
     else:
-        price, dollars = known
+        price, dollars = cost
         section.lines.append(
             f"${dollars:,.2f} so far, from the beginning to the end of training: ${price.dollars_per_chip_hour:g} a "
             f"chip and hour, {price.region}, {price.date} ({price.source})."
@@ -258,8 +258,8 @@ def _cost(run: Run, prices: Mapping[str, Price]) -> Section:
     if len(run.sessions) > 1:
         rows = [
             [
-                session.facts["time"].replace("T", " ").replace("+00:00", " UTC"),
-                f"{session.facts['first_step']:,}",
+                session.begin["time"].replace("T", " ").replace("+00:00", " UTC"),
+                f"{session.begin['first_step']:,}",
                 f"{session.last_step:,}",
                 format_seconds(session.seconds),
                 "failed" if session.error is not None else "did not end" if session.end is None else "ended",
@@ -272,32 +272,32 @@ def _cost(run: Run, prices: Mapping[str, Price]) -> Section:
 
 def begun(run: Run) -> str:
     """When a run began."""
-    return run.sessions[0].facts["time"].replace("T", " ").replace("+00:00", " UTC")
+    return run.sessions[0].begin["time"].replace("T", " ").replace("+00:00", " UTC")
 
 
 def datasets_of(run: Run) -> dict[str, str]:
     """Names, where they have some, and rows of the datasets of a run."""
     # Records of earlier versions do not have the names.
-    names = run.facts.get("datasets", {})
+    names = run.begin.get("datasets", {})
     return {
         split: f"{names[split]}, {count(rows, 'row')}" if names.get(split) else count(rows, "row")
-        for split, rows in run.facts["rows"].items()
+        for split, rows in run.begin["rows"].items()
     }
 
 
 def _recipe(run: Run) -> Section:
-    facts, model = run.facts, run.facts["model"]
+    begin, model = run.begin, run.begin["model"]
     section = Section("Recipe")
     share = 100 * model["trained"] / max(1, model["parameters"])
     section.lines.append(
         f"{model['name']}: {model['parameters']:,} parameters, {model['trained']:,} trained ({share:.3g} %); "
-        f"{facts['facts']['precision']}."
+        f"{begin['facts']['precision']}."
     )
     section.lines += [f"{name}: {rows}." for name, rows in datasets_of(run).items()]
-    section.lines += facts["facts"]["changes"]
-    arguments = facts["arguments"]
+    section.lines += begin["facts"]["changes"]
+    arguments = begin["arguments"]
     section.tables.append(
-        Table(["set", "value"], [[name, str(arguments[name])] for name in facts["changed"] if name in arguments])
+        Table(["set", "value"], [[name, str(arguments[name])] for name in begin["changed"] if name in arguments])
     )
     everything = [[name, str(value)] for name, value in sorted(arguments.items())]
     section.tables.append(Table(["argument", "value"], everything, "All arguments"))
@@ -305,6 +305,6 @@ def _recipe(run: Run) -> Section:
 
 
 def _versions(run: Run) -> Section:
-    backend = run.facts["backend"]
-    rows = [*run.facts["versions"].items(), ("device", f"{backend['name']}, {backend['device']}: {backend['reason']}")]
+    backend = run.begin["backend"]
+    rows = [*run.begin["versions"].items(), ("device", f"{backend['name']}, {backend['device']}: {backend['reason']}")]
     return Section("Versions", tables=[Table(["what", "which"], [list(row) for row in rows])])

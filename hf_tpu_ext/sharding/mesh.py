@@ -53,8 +53,8 @@ def resolve_mesh(mesh: str | None, num_chips: int) -> dict[str, int]:
         `ValueError`: The mesh is malformed, or its sizes do not make up the chips.
     """
     axes = parse_mesh(mesh or "data")
-    given = math.prod(size for size in axes.values() if size)
-    sizes = {name: size or max(1, num_chips // given) for name, size in axes.items()}
+    declared_chips = math.prod(size for size in axes.values() if size)
+    sizes = {name: size or max(1, num_chips // declared_chips) for name, size in axes.items()}
     places = math.prod(sizes.values())
     if places != num_chips:
         options = [

@@ -123,7 +123,7 @@ class ShardingPlan:
         )
 
     def __str__(self) -> str:
-        # Layers of a model are alike: one line stands for all of them.
+        # Layers of a model are placed in the same way: one line stands for all of them.
         rows: dict[PlannedParameter, int] = {}
         for parameter in self.parameters:
             kind = replace(parameter, name=name_of_any_layer(parameter.name))

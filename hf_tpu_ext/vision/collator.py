@@ -67,16 +67,16 @@ class ImageCollator:
         batch = self._collate(examples)
         # The rows of an example, as of a pair, have the same images.
         images *= count_rows({"input_ids": batch["input_ids"]}) // len(examples)
-        wanted = self.family.tokens_of_images(batch, images) if _PIXELS in batch else [0] * len(images)
+        image_tokens = self.family.tokens_of_images(batch, images) if _PIXELS in batch else [0] * len(images)
         for key in batch:
             if key.endswith("input_ids"):
-                self._check_rows(batch[key], wanted)
+                self._check_rows(batch[key], image_tokens)
         if _PIXELS not in batch:
             return batch
-        laid_out = self.family.lay_out(batch, images, self.room)
+        inputs = self.family.lay_out(batch, images, self.room)
         for key in self.family.keys:
             batch.pop(key, None)
-        batch.update(laid_out)
+        batch.update(inputs)
         return batch
 
     def _collate(self, examples: list) -> CollatedBatch:
@@ -100,9 +100,9 @@ class ImageCollator:
                     ) from error
             raise
 
-    def _check_rows(self, input_ids: torch.Tensor, wanted: Sequence[int]) -> None:
-        found = (input_ids == self.family.config.image_token_id).sum(1).tolist()
-        for row, (tokens, needed) in enumerate(zip(found, wanted, strict=True)):
+    def _check_rows(self, input_ids: torch.Tensor, image_tokens: Sequence[int]) -> None:
+        counts = (input_ids == self.family.config.image_token_id).sum(1).tolist()
+        for row, (tokens, needed) in enumerate(zip(counts, image_tokens, strict=True)):
             if tokens < needed:
                 raise UserError(
                     f"Row {row} of the batch has {tokens} of the {needed} image tokens that its images make: max_length cuts off the "

@@ -18,7 +18,7 @@ from ..backends.base import Backend
 from ..backends.insight import Listing, SourceLine
 from ..errors import UserError
 from ..formatting import format_size
-from .recompile_cause import Cause, Facts, cause_of, compare_facts, compare_operations, count_differences
+from .recompile_cause import Cause, Dependencies, cause_of, compare_dependencies, compare_operations, count_differences
 from .source_lines import describe_line, own_line
 
 
@@ -27,7 +27,7 @@ logger = logging.get_logger(__name__)
 # Lines about one program, before its recompiles are only counted.
 _MOST_LINES = 5
 # Compiled states of one program that a further one is compared with.
-_MOST_FACTS = 8
+_MOST_COMPARED = 8
 # Steps whose programs are listed after a recompile that nothing explains, and before the first where steps are traced.
 _COMPARED_STEPS, _FIRST_RUNS = 8, 2
 
@@ -65,14 +65,14 @@ class TooManyRecompiles(UserError):
 
 
 @dataclass
-class _Known:
+class _ProgramHistory:
     """What is known of a program: how often it ran, and what it depended on whenever it was compiled."""
 
     runs: int = 0
-    said: int = 0
+    num_warnings: int = 0
     #: Place in the events of a recompile whose cause is not found yet.
     unexplained: int | None = None
-    facts: list[Facts] = field(default_factory=list)
+    dependencies: list[Dependencies] = field(default_factory=list)
     #: Says what Python may read otherwise than when it was compiled last, as a clause.
     find_change: Callable[[], str | None] | None = None
     #: Whether a run has shown since that steps do not change it by themselves.
@@ -80,7 +80,7 @@ class _Known:
     operations: Listing | None = None
 
     def compare(self, operations: Listing | None) -> Cause | None:
-        """The first operation in which the program before differs from one, where both were noted."""
+        """The first operation in which the program before differs from this one, where both were listed."""
         if self.operations is None or operations is None:
             return None
         return compare_operations(self.operations(), operations())
@@ -96,7 +96,7 @@ class ProgramWatch:
     Args:
         backend ([`Backend`]):
             The backend in use.
-        find_facts (`Callable[[], Facts]`):
+        find_dependencies (`Callable[[], Dependencies]`):
             Tells what the step under way depends on.
         quiet (`bool`, *optional*, defaults to `False`):
             Whether to leave out the progress of a compilation.
@@ -115,7 +115,7 @@ class ProgramWatch:
     def __init__(
         self,
         backend: Backend,
-        find_facts: Callable[[], Facts],
+        find_dependencies: Callable[[], Dependencies],
         quiet: bool = False,
         find_batch_source: Callable[[], str] = lambda: "the data collator",
         note_python: Callable[[], Callable[[], str | None]] | None = None,
@@ -125,18 +125,18 @@ class ProgramWatch:
     ):
         self._backend = backend
         self._quiet = quiet
-        self._find_facts, self._find_batch_source = find_facts, find_batch_source
+        self._find_dependencies, self._find_batch_source = find_dependencies, find_batch_source
         self._note_python, self._find_own_code = note_python, find_own_code
         self._find_results = find_results
         self._max_recompiles = max_recompiles
-        self._known: dict[Hashable, _Known] = {}
+        self._histories: dict[Hashable, _ProgramHistory] = {}
         # Those that are compiled outside of the trainer's own programs, by the line that asks for their results.
-        self._others: dict[str, _Known] = {}
+        self._others: dict[str, _ProgramHistory] = {}
         self._spent = backend.counters()
         self._compiles = backend.compiles()
         self._compare = 0
         self._cut: SourceLine | None = None
-        # Whether the runtime has compiled all that it was asked for. Where operators are programs, it does so on its own time.
+        # Whether all compilations have ended. Where operators are programs, the runtime compiles them while Python goes on.
         self._settled = True
         #: Optimizer step under way, from 1; `None` outside of training.
         self.step: int | None = None
@@ -158,7 +158,7 @@ class ProgramWatch:
 
     def expect_others(self) -> None:
         """Take the next programs for the first of their kind and shape: what steps compute is to be something else."""
-        self._known.clear()
+        self._histories.clear()
 
     @property
     def events_of_run(self) -> list[ProgramEvent]:
@@ -168,7 +168,7 @@ class ProgramWatch:
     @property
     def programs(self) -> list[Hashable]:
         """The programs seen so far."""
-        return list(self._known)
+        return list(self._histories)
 
     def end(
         self,
@@ -186,44 +186,44 @@ class ProgramWatch:
         Where operators are programs, what was compiled is counted at the first of a kind and shape, and when it is to
         `settle`, since the device is waited for.
         """
-        known = self._known.setdefault((kind, shape), _Known())
+        history = self._histories.setdefault((kind, shape), _ProgramHistory())
         run = self._backend.end_step if run is None else run
         if run == self._backend.end_step and self._backend.compiles_operators:
-            if known.runs and not settle:
+            if history.runs and not settle:
                 return None
             run, self._settled = self._backend.wait, True
         else:
             self.note_others()
-        operations = self._list_operations(known, is_recorded=run != self._backend.end_step)
+        operations = self._list_operations(history, is_recorded=run != self._backend.end_step)
         with self._backend.insight.own_reads():
-            if known.runs:
+            if history.runs:
                 program = run()
             else:
                 with self._compiling(f"{kind} {format_size(shape)}"):
                     program = run()
         cut, self._cut = self._cut, None
-        known.runs += 1
+        history.runs += 1
         is_compiled = self._backend.compiles() > self._compiles
-        if is_compiled or known.runs == 1:
+        if is_compiled or history.runs == 1:
             # Where it was not compiled, an earlier run of this process had the same program.
-            facts = self._find_facts()
-            cause = self._find_cause(known, facts, operations, cut) if known.runs > 1 else None
-            known.facts = [*known.facts, facts][-_MOST_FACTS:]
+            dependencies = self._find_dependencies()
+            cause = self._find_cause(history, dependencies, operations, cut) if history.runs > 1 else None
+            history.dependencies = [*history.dependencies, dependencies][-_MOST_COMPARED:]
             if self._note_python is not None:
-                known.find_change, known.is_stable = self._note_python(), False
-        elif known.find_change is not None and not known.is_stable:
+                history.find_change, history.is_stable = self._note_python(), False
+        elif history.find_change is not None and not history.is_stable:
             # What steps change by themselves explains nothing.
-            known.find_change, known.is_stable = None if known.find_change() else known.find_change, True
+            history.find_change, history.is_stable = None if history.find_change() else history.find_change, True
         if is_compiled:
             # Calls of the trainer's own.
             self._backend.insight.compile_sites()
             seconds = self._note_event(kind, shape, cause)
             again = f"recompilation of the {kind} for batches of {format_size(shape)} ({seconds:.1f} s)"
-            self._say(known, f"{where}: {again}", cause)
-        elif known.unexplained is not None and operations is not None:
-            self._explain_later(kind, known, operations)
+            self._warn(history, f"{where}: {again}", cause)
+        elif history.unexplained is not None and operations is not None:
+            self._explain_later(kind, history, operations)
         if operations is not None:
-            known.operations = operations
+            history.operations = operations
         return program
 
     def note_others(self) -> None:
@@ -256,10 +256,10 @@ class ProgramWatch:
         if any(frame.function == "training_step" for frame in frames):
             self._cut = line
         place = describe_line(line)
-        known = self._others.setdefault(place, _Known())
-        known.runs += 1
+        history = self._others.setdefault(place, _ProgramHistory())
+        history.runs += 1
         cause = None
-        if known.runs > 1:
+        if history.runs > 1:
             cause = Cause(
                 f"{place} compiles a new graph each time",
                 "Keep its shapes and Python numbers the same, or fetch the tensors with trainer.backend.fetch and compute "
@@ -267,39 +267,41 @@ class ProgramWatch:
             )
         self._note_event(f"graph of {place}", (), cause, seconds)
         where = "outside of training" if self.step is None else f"step {self.step}"
-        again = f"recompilation outside of the training steps ({seconds:.1f} s, number {known.runs} at this line)"
-        self._say(known, f"{where}: {again}", cause)
+        again = f"recompilation outside of the training steps ({seconds:.1f} s, number {history.runs} at this line)"
+        self._warn(history, f"{where}: {again}", cause)
 
     # ---- Causes ----
 
-    def _list_operations(self, known: _Known, is_recorded: bool) -> Listing | None:
+    def _list_operations(self, history: _ProgramHistory, is_recorded: bool) -> Listing | None:
         """The program about to run, where it is to be compared with others: listing it takes longer than a step."""
-        left = 0 if is_recorded else _FIRST_RUNS - known.runs
-        wanted = self._compare > 0 or left > 0
+        left = 0 if is_recorded else _FIRST_RUNS - history.runs
+        is_listed = self._compare > 0 or left > 0
         self._compare = max(0, self._compare - 1)
         self._backend.insight.note_lines(self._compare > 0 or left > 1)
-        return self._backend.insight.operations(self._find_results()) if wanted else None
+        return self._backend.insight.operations(self._find_results()) if is_listed else None
 
-    def _find_cause(self, known: _Known, facts: Facts, operations: Listing | None, cut: SourceLine | None) -> Cause:
+    def _find_cause(
+        self, history: _ProgramHistory, dependencies: Dependencies, operations: Listing | None, cut: SourceLine | None
+    ) -> Cause:
         if cut is not None:
             return Cause(
                 f"{describe_line(cut)} cuts the graph within the step",
                 "Remove device-to-host syncs, print and torch_xla.sync from the step.",
             )
         cause = None
-        if known.facts:
-            nearest = min(reversed(known.facts), key=partial(count_differences, facts))
-            cause = compare_facts(nearest, facts, self._find_batch_source())
-        change = None if known.find_change is None else known.find_change()
+        if history.dependencies:
+            nearest = min(reversed(history.dependencies), key=partial(count_differences, dependencies))
+            cause = compare_dependencies(nearest, dependencies, self._find_batch_source())
+        change = None if history.find_change is None else history.find_change()
         causes = [
             None if change is None else cause_of(change),
-            known.compare(operations),
+            history.compare(operations),
         ]
-        cause = next(filter(None, [cause, *(causes if known.is_stable else reversed(causes))]), None)
+        cause = next(filter(None, [cause, *(causes if history.is_stable else reversed(causes))]), None)
         if cause is None:
             self._compare = _COMPARED_STEPS
             self._backend.insight.note_lines(True)
-            known.unexplained = len(self.events)
+            history.unexplained = len(self.events)
             cause = Cause(
                 "batch, parameters, settings and optimizer are unchanged, so a Python number or a branch changed"
                 + (f" in {own_code}" if (own_code := self._find_own_code()) else ""),
@@ -307,12 +309,12 @@ class ProgramWatch:
             )
         return cause
 
-    def _explain_later(self, kind: str, known: _Known, operations: Listing) -> None:
+    def _explain_later(self, kind: str, history: _ProgramHistory, operations: Listing) -> None:
         """Compare a step that runs what was compiled again with the one before."""
-        cause = known.compare(operations)
+        cause = history.compare(operations)
         if cause is None:
             return
-        index, known.unexplained = known.unexplained, None
+        index, history.unexplained = history.unexplained, None
         event = self.events[index] = replace(self.events[index], cause=cause.what)
         logger.warning(f"step {event.step}: cause of the recompilation of the {kind}: {cause.what}. {cause.advice}")
 
@@ -322,27 +324,27 @@ class ProgramWatch:
         self, kind: str, shape: tuple[int, ...], cause: Cause | None, seconds: float | None = None
     ) -> float:
         """Note a program, which by default took all seconds of compiling since the last one. Returns its seconds."""
-        now = self._backend.counters()
-        seconds = (now - self._spent).compile_seconds if seconds is None else seconds
-        compiled = (now - self._spent).loads < max(1, self._backend.compiles() - self._compiles)
-        self._spent, self._compiles = now, self._backend.compiles()
+        counters = self._backend.counters()
+        seconds = (counters - self._spent).compile_seconds if seconds is None else seconds
+        compiled = (counters - self._spent).loads < max(1, self._backend.compiles() - self._compiles)
+        self._spent, self._compiles = counters, self._backend.compiles()
         self.events.append(
             ProgramEvent(self.step, kind, shape, seconds, compiled, None if cause is None else cause.what)
         )
         return seconds
 
-    def _say(self, known: _Known, again: str, cause: Cause | None) -> None:
+    def _warn(self, history: _ProgramHistory, again: str, cause: Cause | None) -> None:
         if cause is None:
             return
         line = f"{again}: {cause.what}. {cause.advice}"
         self.recompiles += 1
-        known.said += 1
+        history.num_warnings += 1
         if self._max_recompiles is not None and self.recompiles > self._max_recompiles:
             raise TooManyRecompiles(
                 f"{line} This was recompilation {self.recompiles}; max_recompiles={self._max_recompiles}."
             )
-        if known.said <= _MOST_LINES:
-            end = " Further ones are only counted." if known.said == _MOST_LINES else ""
+        if history.num_warnings <= _MOST_LINES:
+            end = " Further ones are only counted." if history.num_warnings == _MOST_LINES else ""
             logger.warning(f"{line}{end}")
 
     def describe(self) -> str | None:

@@ -22,15 +22,15 @@ class Cause:
 #: What a program depends on besides what Python may read: `"batch"` is what [`~hf_tpu_ext.backends.compiled_function.describe_batch`] says,
 #: `"optimizer"` has its class, whether its state was there, and the numbers that matter; what changed last of all else, as half a
 #: sentence or `None`, is the one entry of `"change"`.
-Facts = Mapping[str, Mapping[Hashable, Hashable]]
+Dependencies = Mapping[str, Mapping[Hashable, Hashable]]
 
 
-def count_differences(before: Facts, after: Facts) -> int:
-    """In how many entries the facts about a program differ from others."""
+def count_differences(before: Dependencies, after: Dependencies) -> int:
+    """In how many entries the dependencies of a program differ from those of another."""
     return sum(len(_changed(before[name], after[name])) for name in before)
 
 
-def compare_facts(before: Facts, after: Facts, source: str) -> Cause | None:
+def compare_dependencies(before: Dependencies, after: Dependencies, source: str) -> Cause | None:
     """
     The difference that weighs most between a program and one that was compiled again; `None` where none is known. `source` says in
     words who made the batch.
@@ -59,15 +59,15 @@ def _compare_batches(before: Mapping[str, Hashable], after: Mapping[str, Hashabl
     if key not in before or key not in after:
         words = "was in the batch, and is missing" if key in before else "is in the batch, and was not"
         return Cause(f"`{key}` {words} ({source})", "Yield the same keys in every batch.")
-    was, now = before[key], after[key]
-    if isinstance(was, Form) and isinstance(now, Form) and was.dtype == now.dtype:
-        words = f"`{key}` was {tuple(was.shape)}, is {tuple(now.shape)} ({source})"
+    old, new = before[key], after[key]
+    if isinstance(old, Form) and isinstance(new, Form) and old.dtype == new.dtype:
+        words = f"`{key}` was {tuple(old.shape)}, is {tuple(new.shape)} ({source})"
         return Cause(words, f"Pad `{key}` to one shape in the data collator.")
-    if isinstance(was, Form) or isinstance(now, Form):
-        words = [dtype_name(one.dtype) if isinstance(one, Form) else f"the value {one}" for one in (was, now)]
+    if isinstance(old, Form) or isinstance(new, Form):
+        words = [dtype_name(one.dtype) if isinstance(one, Form) else f"the value {one}" for one in (old, new)]
         return Cause(f"`{key}` was {words[0]}, is {words[1]} ({source})", "Yield one dtype in every batch.")
     return Cause(
-        f"`{key}` was {was}, is {now} ({source})",
+        f"`{key}` was {old}, is {new} ({source})",
         f"A Python value is a constant of the graph: yield `{key}` as a tensor, or leave it out of the batch.",
     )
 
@@ -76,9 +76,9 @@ def _compare_optimizers(before: Mapping[str, str], after: Mapping[str, str]) -> 
     changed = _changed(before, after)
     if not changed:
         return None
-    name, was, now = changed[0], before.get(changed[0]), after.get(changed[0])
+    name, old, new = changed[0], before.get(changed[0]), after.get(changed[0])
     if name == "class":
-        return Cause(f"the optimizer was {was}, is {now}", "Choose the optimizer before training.")
+        return Cause(f"the optimizer was {old}, is {new}", "Choose the optimizer before training.")
     if name == "state":
         return Cause(
             f"{after['class']} creates its state in the first step, which is another graph",
@@ -88,12 +88,12 @@ def _compare_optimizers(before: Mapping[str, str], after: Mapping[str, str]) -> 
         f"The optimizer takes it as a Python number, and torch_xla folds {FOLDED_NUMBERS} into the graph: avoid these, or use "
         "optim=adamw_torch, which takes it as a tensor."
     )
-    if "not 0" in (was, now):
+    if "not 0" in (old, new):
         advice = (
             "Zero and nonzero are different graphs: set it before training. Changes between nonzero values do not "
             "recompile."
         )
-    return Cause(f"`{name}` of {after['class']} was {was}, is {now}", advice)
+    return Cause(f"`{name}` of {after['class']} was {old}, is {new}", advice)
 
 
 def compare_operations(before: Sequence[Operation], after: Sequence[Operation]) -> Cause | None:
@@ -103,23 +103,23 @@ def compare_operations(before: Sequence[Operation], after: Sequence[Operation]) 
     index = next((i for i, pair in enumerate(pairs) if None in pair or _differ(*pair)), None)
     if index is None:
         return None
-    was, now = pairs[index]
-    places = [operation.place for operation in (now, was) if operation is not None and operation.place is not None]
+    old, new = pairs[index]
+    places = [operation.place for operation in (new, old) if operation is not None and operation.place is not None]
     where = f" [{describe_line(places[0])}]" if places else ""
-    if was is not None and now is not None:
-        if {was.name, now.name} <= {"constant", "parameter"} and was.shape == now.shape:
-            numbers = [_number(operation) for operation in (was, now)]
+    if old is not None and new is not None:
+        if {old.name, new.name} <= {"constant", "parameter"} and old.shape == new.shape:
+            numbers = [_number(operation) for operation in (old, new)]
             return Cause(
                 f"a scalar of the graph was {numbers[0]}, is {numbers[1]}{where}",
                 f"torch_xla folds {FOLDED_NUMBERS} and non-tensor arguments into the graph: send the value as a tensor, "
                 "trainer.backend.send(torch.tensor(value)), or keep it constant.",
             )
-        if was.name == now.name:
+        if old.name == new.name:
             return Cause(
-                f"`{was.name}` was {_describe(was)}, is {_describe(now)}{where}",
+                f"`{old.name}` was {_describe(old)}, is {_describe(new)}{where}",
                 "Keep shapes and slice bounds the same at every step: mask instead of slicing.",
             )
-    is_new = was is None or (now is not None and len(after) >= len(before))
+    is_new = old is None or (new is not None and len(after) >= len(before))
     # Its arguments come first.
     program = after if is_new else before
     at_once = (later for later in program[index:] if later.place == program[index].place)
@@ -133,7 +133,7 @@ def compare_operations(before: Sequence[Operation], after: Sequence[Operation]) 
 
 
 def _differ(operation: Operation, other: Operation) -> bool:
-    # Not by line and operator, which are not noted at every step.
+    # Not by line and operator, which are not recorded at every step.
     return (operation.name, operation.shape, operation.details) != (other.name, other.shape, other.details)
 
 

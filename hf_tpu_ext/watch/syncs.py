@@ -31,7 +31,7 @@ _WRITTEN = {
     "__format__": "an f-string",
     "__array__": "a NumPy array",
 }
-# Calls of this file, between what reads and where it is noted; and files of PyTorch that hand calls of tensors on.
+# Calls of this file, between the code that reads a tensor and the line that records it; and files of PyTorch that hand calls of tensors on.
 _OWN_FRAMES = 2
 _HAND_ON = (torch.overrides.__file__, torch._tensor.__file__, torch.nn.parameter.__file__)
 

@@ -56,4 +56,4 @@ def test_rows_are_read_from_an_address(bucket, tmp_path):
     )
     recipe.write_text(yaml.safe_dump(settings))
     assert main(["sft", str(recipe)]) == 0
-    assert read_run(tmp_path / "run").facts["rows"] == {"train_dataset": 8}
+    assert read_run(tmp_path / "run").begin["rows"] == {"train_dataset": 8}

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from hf_tpu_ext.plan.hlo import parse_module
-from hf_tpu_ext.plan.hlo_loops import MAX_TURNS, count_turns
+from hf_tpu_ext.plan.hlo_loops import MAX_TRIPS, count_trips
 
 
 DATA = Path(__file__).parent / "data"
@@ -12,7 +12,7 @@ DATA = Path(__file__).parent / "data"
 def turns(text):
     module = parse_module(text)
     return [
-        count_turns(module, name, line)
+        count_trips(module, name, line)
         for name, lines in module.computations.items()
         for line in lines.values()
         if line.opcode == "while"
@@ -141,5 +141,5 @@ ENTRY %main (x: f32[4]) -> (u32[], u32[], f32[4]) {
 
 
 def test_too_many_turns_are_not_counted():
-    condition = f"%m = s32[] constant({MAX_TURNS * 2})\n  ROOT %go = pred[] compare(%i, %m), direction=LT"
+    condition = f"%m = s32[] constant({MAX_TRIPS * 2})\n  ROOT %go = pred[] compare(%i, %m), direction=LT"
     assert loop("constant(0)", condition, UP) == [None]

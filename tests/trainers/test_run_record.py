@@ -46,7 +46,7 @@ def test_a_run_leaves_its_report(runs, capsys):
     assert {shape: tuple(counts) for shape, counts in run.batches.items()} == {
         shape: (count.batches, count.tokens, count.padded_tokens) for shape, count in trainer.status.batches.items()
     }
-    facts = run.facts
+    facts = run.begin
     assert facts["model"]["trained"] < facts["model"]["parameters"]
     assert {"max_steps", "learning_rate", "hub_token"} <= set(facts["changed"]) and "weight_decay" in facts["changed"]
     assert "adam_beta1" not in facts["changed"]
@@ -92,7 +92,7 @@ def test_upstreams_config_has_a_report(runs, monkeypatch, backend):
     monkeypatch.setattr(ExtensionArguments, "run_report", True)
     runs.ours(max_steps=2, use_cpu=backend == "cpu")
     assert (runs.output_dir / "report.html").is_file()
-    assert read_run(runs.output_dir).facts["backend"]["name"] == backend
+    assert read_run(runs.output_dir).begin["backend"]["name"] == backend
 
 
 def test_what_was_set_of_an_adapter(tiny_model):
@@ -161,7 +161,7 @@ def test_a_resumed_run(runs):
     trainer = runs.ours(**{**config, "max_steps": 8}, train=False)
     trainer.train(resume_from_checkpoint=str(runs.output_dir / "checkpoint-4"))
     run = read_run(runs.output_dir)
-    assert [session.facts["first_step"] for session in run.sessions] == [0, 4]
+    assert [session.begin["first_step"] for session in run.sessions] == [0, 4]
     assert [entry["step"] for entry in run.logs] == [2, 4, 6, 8] and run.repeated_steps == 2
 
 

@@ -8,14 +8,14 @@ import transformers
 
 from hf_tpu_ext.backends.compiled_function import Form
 from hf_tpu_ext.backends.insight import Operation, SourceLine
-from hf_tpu_ext.watch.recompile_cause import compare_facts, compare_operations, count_differences
+from hf_tpu_ext.watch.recompile_cause import compare_dependencies, compare_operations, count_differences
 from hf_tpu_ext.watch.source_lines import describe_line, library_line, own_line
 
 
 LABELS = Form((4, 8), torch.int64)
 
 
-def facts(batch=None, optimizer=None, change=None):
+def dependencies(batch=None, optimizer=None, change=None):
     return {"batch": batch or {}, "optimizer": optimizer or {}, "change": {"last": change}}
 
 
@@ -37,14 +37,14 @@ def facts(batch=None, optimizer=None, change=None):
     ],
 )
 def test_what_has_changed(before, after, what):
-    assert compare_facts(facts(**before), facts(**after), "the data collator").what == what
-    assert compare_facts(facts(**after), facts(**after), "the data collator") is None
+    assert compare_dependencies(dependencies(**before), dependencies(**after), "the data collator").what == what
+    assert compare_dependencies(dependencies(**after), dependencies(**after), "the data collator") is None
 
 
 def test_a_dtype_weighs_more_than_a_value_and_than_the_optimizer():
-    before = facts({"n": "1", "labels": LABELS}, {"class": "SGD"})
-    after = facts({"n": "2", "labels": LABELS._replace(dtype=torch.int32)}, {"class": "AdamW"})
-    assert compare_facts(before, after, "me").what.startswith("`labels` was int64, is int32 (me)")
+    before = dependencies({"n": "1", "labels": LABELS}, {"class": "SGD"})
+    after = dependencies({"n": "2", "labels": LABELS._replace(dtype=torch.int32)}, {"class": "AdamW"})
+    assert compare_dependencies(before, after, "me").what.startswith("`labels` was int64, is int32 (me)")
     assert count_differences(before, after) == 3
 
 

@@ -16,7 +16,7 @@ from ...step.running_code import is_known
 from ...vision.collator import ImageCollator
 from ...vision.families import PIXELS
 from ...watch.compilations import ProgramWatch
-from ...watch.recompile_cause import Facts
+from ...watch.recompile_cause import Dependencies
 from ...watch.source_lines import describe_line, package_of
 from ...watch.syncs import RecompileMonitor
 from .programs import note_python_state
@@ -41,7 +41,7 @@ class WatchMixin:
         self.watch = ProgramWatch(
             self.backend,
             quiet=self.args.disable_tqdm or self.backend.processes.index > 0,
-            find_facts=self._facts_of_program,
+            find_dependencies=self._find_dependencies,
             find_batch_source=self._name_collator,
             note_python=self._note_python if self.backend.static_shapes else None,
             find_own_code=self._name_own_code,
@@ -117,7 +117,7 @@ class WatchMixin:
     def _is_training_step(self) -> bool:
         return self.model.training and self.optimizer is not None
 
-    def _facts_of_program(self) -> Facts:
+    def _find_dependencies(self) -> Dependencies:
         compiled = self.steps.compiled
         return {
             "batch": describe_batch(self.batch_under_way),
