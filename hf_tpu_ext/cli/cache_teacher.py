@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..errors import UserError
 from ..formatting import count, dtype_name
+from .broken_rows import naming_broken_rows
 from .launch import start_processes
 from .recipe import load_recipe
 from .recipe_parser import RecipeParser
@@ -164,10 +165,11 @@ def _load_splits(script_args, training_args, dataset_args):
     from datasets import load_dataset
     from trl import get_dataset
 
-    if dataset_args.datasets:
-        dataset = get_dataset(dataset_args)
-    else:
-        dataset = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
+    with naming_broken_rows([script_args.dataset_name, *(mixed.path for mixed in dataset_args.datasets or ())]):
+        if dataset_args.datasets:
+            dataset = get_dataset(dataset_args)
+        else:
+            dataset = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
     splits = [script_args.dataset_train_split]
     if training_args.eval_strategy != "no":
         splits.append(script_args.dataset_test_split)

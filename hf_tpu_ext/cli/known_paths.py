@@ -3,7 +3,10 @@
 import difflib
 import os
 import shlex
+import socket
 import sys
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from ..errors import UserError
 from ..hub_names import may_be_on_hub
@@ -23,6 +26,7 @@ def check_paths(recipe: Recipe, reads_data: bool = True) -> None:
     Refuse paths that are not there ([`NoSuchPath`]), that of the data only where the command `reads_data`. What may be a name on the
     hub, and is close to one here, gets a line.
     """
+    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     for key in _KEYS if reads_data else _KEYS[1:]:
         value = recipe.get(key)
         if key == "dataset_name" and isinstance(value, str) and os.path.isfile(value):
@@ -36,10 +40,36 @@ def check_paths(recipe: Recipe, reads_data: bool = True) -> None:
         hint = f" Did you mean {os.path.join(directory, near[0])!r}?" if near else ""
         if not may_be_on_hub(value):
             raise NoSuchPath(message + hint)
+        # A teacher whose cache is there is not loaded.
+        if key != "kd_teacher" and "HF_HUB_OFFLINE" not in os.environ and not _is_cached(value) and not _reaches(hub):
+            raise NoSuchPath(
+                f"{message} {hub} cannot be reached, and nothing of that name was loaded from it before.{hint}"
+            )
         # `Qwen/Qwen3-0.6B-Base` may be on the hub, although there is a directory `Qwen/Qwen3-0.6B` here. Of a directory `chats` that is
         # gone, datasets would go on with the rows that it has kept.
         if (near or key == "dataset_name" and "/" not in value) and os.environ.get("RANK", "0") == "0":
             print(f"{message} It is looked for on the hub.{hint}", file=sys.stderr)
+
+
+def _is_cached(name: str) -> bool:
+    """Whether upstream has kept something of this name on the hub, a model or a dataset."""
+    from huggingface_hub.constants import HF_HOME, HF_HUB_CACHE
+
+    kept, of_datasets = name.replace("/", "--"), os.environ.get("HF_DATASETS_CACHE", os.path.join(HF_HOME, "datasets"))
+    places = [os.path.join(HF_HUB_CACHE, f"{kind}--{kept}") for kind in ("models", "datasets")]
+    return any(map(os.path.isdir, [*places, os.path.join(of_datasets, name.replace("/", "___"))]))
+
+
+def _reaches(address: str) -> bool:
+    """Whether there is a way to a server: a proxy, or a connection within seconds."""
+    if getproxies():
+        return True
+    url = urlsplit(address)
+    try:
+        socket.create_connection((url.hostname, url.port or {"http": 80}.get(url.scheme, 443)), timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 def _refuse_file(recipe: Recipe, file: str) -> None:

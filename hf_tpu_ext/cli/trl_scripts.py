@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import UserError
 from ..importing import without_garbage_collection
+from .broken_rows import naming_broken_rows
 from .launch import start_processes
 from .recipe import Recipe, load_recipe
 from .recipe_parser import RecipeParser
@@ -164,8 +165,12 @@ class TRLScript:
 
         upstream = getattr(trl, self.trainer)
         setattr(trl, self.trainer, trainer_cls if adapt_trainer is None else adapt_trainer(trainer_cls))
+        mixed = [dataset.path for dataset in dataset_args.datasets or ()]
         try:
-            with leaving_no_empty_dir(training_args.output_dir) if adapt_trainer is None else nullcontext():
+            with (
+                leaving_no_empty_dir(training_args.output_dir) if adapt_trainer is None else nullcontext(),
+                naming_broken_rows([script_args.dataset_name, *mixed]),
+            ):
                 script.main(*arguments)
         except KeyError as error:
             splits = (script_args.dataset_train_split, script_args.dataset_test_split)

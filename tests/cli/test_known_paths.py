@@ -1,10 +1,16 @@
-"""A path of a recipe that is not there is refused in no time; what may be a name on the hub is not."""
+"""
+A path of a recipe that is not there is refused in no time; what may be a name on the hub is not, unless there is no way to the
+hub. A line of data that is no JSON is named.
+"""
 
 import os
+import socket
 import subprocess
 
+import datasets
 import pytest
 
+from hf_tpu_ext.cli.broken_rows import naming_broken_rows
 from hf_tpu_ext.cli.known_paths import check_paths
 from hf_tpu_ext.cli.recipe import Recipe
 from hf_tpu_ext.errors import UserError
@@ -59,6 +65,39 @@ def test_what_is_there_or_may_be_on_the_hub(here, capsys, value):
     for key in ("dataset_name", "model_name_or_path", "kd_teacher")[value == "base" :]:
         check_paths(Recipe(command_line={key: value}))
     assert capsys.readouterr().err == ""
+
+
+def test_without_a_way_to_the_hub(here, monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        # Nobody listens there.
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+            monkeypatch.delenv(name)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(here / "hub"))
+        recipe = Recipe(path="recipe.yaml", file={"model_name_or_path": "tiny/modle"})
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        check_paths(recipe)
+        monkeypatch.delenv("HF_HUB_OFFLINE")
+        with pytest.raises(
+            UserError, match="cannot be reached, and nothing of that name .* Did you mean 'tiny/model'?"
+        ):
+            check_paths(recipe)
+        (here / "hub" / "models--tiny--modle").mkdir(parents=True)
+        check_paths(recipe)
+        taken.listen()
+        check_paths(Recipe(file={"model_name_or_path": "tiny/other"}))
+
+
+def test_a_line_that_is_no_json(here):
+    (here / "chats").mkdir()
+    (here / "chats" / "train.jsonl").write_text('{"text": "a"}\n\n{"text": "b"\n')
+    with pytest.raises(UserError, match="chats/train.jsonl, line 3, is not JSON: .* Correct the line or remove it"):
+        with naming_broken_rows([None, "chats", "trl-lib/Capybara"]):
+            datasets.load_dataset("chats", cache_dir=str(here / "cache"))
+    with pytest.raises(datasets.exceptions.DatasetGenerationError):
+        with naming_broken_rows(["tiny"]):
+            datasets.load_dataset("chats", cache_dir=str(here / "cache"))
 
 
 def test_data_that_is_gone_gets_a_line(here, capsys):

@@ -29,6 +29,10 @@ TEMPLATES = {
     # Joins strings, as many do.
     "joins": CHAT_TEMPLATE,
     "always raises": "{{ raise_exception('always') }}",
+    "training": (
+        "{% for message in messages %}<{{ message.role }}>{% if message.role == 'assistant' %}"
+        "{% generation %}{{ message.content }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}"
+    ),
     # Prints whatever it finds.
     "prints": "{% for message in messages %}<{{ message.role }}>{{ message.content }}{{ message.tool_calls }}{% endfor %}",
     # Knows calls of tools and parts, and refuses other roles.
@@ -94,12 +98,13 @@ def models(tiny_model):
     return model, scored
 
 
-def prepared(kind, ours, rows, template, models, tiny_model, directory):
+def prepared(kind, ours, rows, template, models, tiny_model, directory, **settings):
     """The rows as a trainer prepares them."""
     ours_cls, stock_cls, config_cls = TRAINERS[kind]
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.chat_template = TEMPLATES[template]
-    args = config_cls(str(directory), use_cpu=not ours, bf16=False, report_to="none", per_device_train_batch_size=8)
+    given = {"use_cpu": not ours, "bf16": False, "report_to": "none", "per_device_train_batch_size": 8}
+    args = config_cls(str(directory), **given, **settings)
     given = {"args": args, "train_dataset": rows, "processing_class": tokenizer}
     if kind == "grpo":
         given["reward_funcs"] = lambda completions, **_: [0.0] * len(completions)
@@ -167,6 +172,15 @@ def test_the_row_is_one_that_upstream_raises_for(xla, models, tiny_model, tmp_pa
     called, without = [USER, {**SAID, "content": None, "tool_calls": CALL}], [USER, {**SAID, "role": "narrator"}]
     rows = Dataset.from_list([row_of("sft", messages) for messages in ([USER, SAID], called, called, without)])
     check("sft", ["Row 3 of the train dataset: message 1"], rows, "refuses", models, tiny_model, tmp_path)
+
+
+def test_a_conversation_without_an_answer(xla, models, tiny_model, tmp_path):
+    """Which assistant_only_loss needs; without it upstream trains on the question."""
+    rows = Dataset.from_list([row_of("sft", messages) for messages in ([USER, SAID], [USER])])
+    assert len(prepared("sft", True, rows, "training", models, tiny_model, tmp_path)["input_ids"]) == 2
+    words = ["Row 1 of the train dataset: 'messages' has no message of the role 'assistant'", "assistant_only_loss"]
+    settings = {"assistant_only_loss": True}
+    refused(words, lambda: prepared("sft", True, rows, "training", models, tiny_model, tmp_path, **settings))
 
 
 def test_an_error_that_is_of_no_row_is_upstreams(xla, models, tiny_model, tmp_path):

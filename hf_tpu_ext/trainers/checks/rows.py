@@ -11,6 +11,7 @@ from ...errors import UserError
 
 #: Columns that hold text or messages, in every trainer.
 TEXT_OR_MESSAGES = ("prompt", "completion", "chosen", "rejected", "messages", "conversations")
+_CONVERSATIONS = ("messages", "conversations")
 _ROLES = ("system", "user", "assistant", "tool")
 _MESSAGE = "{'role': 'user', 'content': 'some text'}"
 _MESSAGES = f"a list of messages such as {_MESSAGE}"
@@ -18,7 +19,10 @@ _MESSAGES = f"a list of messages such as {_MESSAGE}"
 
 @contextmanager
 def naming_rows(
-    named: Mapping[str, Any], columns: Sequence[str], prepare: Callable[[datasets.Dataset], Any]
+    named: Mapping[str, Any],
+    columns: Sequence[str],
+    prepare: Callable[[datasets.Dataset], Any],
+    needs_answer: bool = False,
 ) -> Iterator[None]:
     """
     Context in which upstream makes tokens of datasets. If it raises, the first row that it raises for, and that holds
@@ -32,6 +36,8 @@ def naming_rows(
             What tokens are made of; columns that a dataset does not have are left out.
         prepare (`Callable`):
             Makes tokens of some rows as upstream does.
+        needs_answer (`bool`, *optional*, defaults to `False`):
+            Whether a conversation without a message of the assistant is something other, too.
     """
     try:
         yield
@@ -40,7 +46,7 @@ def naming_rows(
         for name, dataset in named.items():
             if (
                 isinstance(dataset, datasets.Dataset)
-                and (said := _find_bad_row(dataset, columns, prepare)) is not None
+                and (said := _find_bad_row(dataset, columns, prepare, needs_answer)) is not None
             ):
                 reason = (str(error).splitlines() or [""])[0]
                 raise UserError(
@@ -51,7 +57,10 @@ def naming_rows(
 
 
 def _find_bad_row(
-    dataset: datasets.Dataset, columns: Sequence[str], prepare: Callable[[datasets.Dataset], Any]
+    dataset: datasets.Dataset,
+    columns: Sequence[str],
+    prepare: Callable[[datasets.Dataset], Any],
+    needs_answer: bool,
 ) -> tuple[int, str] | None:
     """The first row that holds something else than text or messages and cannot be prepared, and what it holds."""
     present = [column for column in columns if column in dataset.column_names]
@@ -61,6 +70,10 @@ def _find_bad_row(
     taken = set()
     for index, row in enumerate(dataset.with_format(None).select_columns(present)):
         unusual = {kind: said for column in present for kind, said in _unusual_in(column, row[column])}
+        for column in {*_CONVERSATIONS} & {*present} if needs_answer and not unusual else ():
+            if "assistant" not in map(_role_of, row[column]):
+                said = f"{column!r} has no message of the role 'assistant', on which alone assistant_only_loss=True trains"
+                unusual[column, "no answer"] = said
         if unusual.keys() <= taken:
             continue
         try:
@@ -88,7 +101,7 @@ def _unusual_in(column: str, value: Any) -> Iterator[tuple[tuple, str]]:
             yield (column, "message", type(message)), f"{where} is {_shown(message)}, expected {_MESSAGE}"
             continue
         # `from` and `value` are those of `conversations`, which upstream renames.
-        role = message.get("role") or message.get("from")
+        role = _role_of(message)
         content = message.get("value") if message.get("content") is None else message["content"]
         if role not in _ROLES:
             has = "no role" if role is None else f"the role {role!r}"
@@ -97,6 +110,10 @@ def _unusual_in(column: str, value: Any) -> Iterator[tuple[tuple, str]]:
             kind = (column, "content", type(content), role, bool(message.get("tool_calls")))
             has = "no content (None)" if content is None else f"the content {_shown(content)}"
             yield kind, f"{where} has {has}, expected a string"
+
+
+def _role_of(message: Mapping[str, Any]) -> Any:
+    return message.get("role") or message.get("from")
 
 
 def _shown(value: Any) -> str:

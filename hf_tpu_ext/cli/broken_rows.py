@@ -1,0 +1,30 @@
+"""A line of a recipe's data that is no JSON is named, in place of the error of `datasets`."""
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import UserError
+
+
+@contextmanager
+def naming_broken_rows(names: Iterable[str | None]) -> Iterator[None]:
+    """
+    Context in which the datasets of these names are read. Where that fails and one of them is a directory here, the first line of
+    its `.jsonl` files that is no JSON is named (`ValueError`). Every other error is upstream's.
+    """
+    from datasets.exceptions import DatasetGenerationError
+
+    try:
+        yield
+    except DatasetGenerationError as error:
+        for file in (file for name in names if name is not None for file in sorted(Path(name).rglob("*.jsonl"))):
+            for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+                try:
+                    json.loads(line or "null")
+                except ValueError as reason:
+                    raise UserError(
+                        f"{file}, line {number}, is not JSON: {reason}. Correct the line or remove it: each line is one row."
+                    ) from error
+        raise
