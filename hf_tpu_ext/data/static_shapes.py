@@ -138,13 +138,24 @@ class StaticShapeCollator:
         adds_mask: bool = False,
         decodes: bool = False,
     ):
-        self.collator = collator
         self.lengths = sorted(lengths)
         self.pad_token_id = pad_token_id
         self.config_name = config_name
         self.count_tokens = count_tokens
         self.adds_mask = adds_mask
         self.decodes = decodes
+        # The last one: what is set from now on and is not here is the collator's.
+        self.collator = collator
+
+    # Upstream saves the tokenizer of a collator, and callbacks change its settings, for instance `mlm_probability`.
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.collator, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        here = "collator" not in vars(self) or name in vars(self)
+        object.__setattr__(self if here else self.collator, name, value)
 
     def __call__(self, examples: list) -> CollatedBatch:
         """Collates `examples` and pads the `(batch, length, ...)` tensors; `ValueError` if no length fits."""

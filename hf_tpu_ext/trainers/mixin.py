@@ -110,6 +110,7 @@ class TPUTrainerMixin(
             if self.backend.static_shapes:
                 # A teacher is there by now.
                 self.find_lengths_asked_for()
+                self.note_data()
 
     # ---- What a subclass may say otherwise ----
 
@@ -198,7 +199,7 @@ class TPUTrainerMixin(
         if self.model is None:
             # `hyperparameter_search` lets go of a trial's model. Upstream makes that of this one within the run.
             self.model = self.call_model_init(trial)
-        self.followed.take_up()
+        self.take_up_changes()
         with only_run_in(self.args.output_dir, self.backend.processes):
             checkpoint = self._find_checkpoint(resume_from_checkpoint)
             self.agreement.check_beginning(named_datasets(self.train_dataset, self.eval_dataset))
@@ -244,6 +245,12 @@ class TPUTrainerMixin(
                 # Accelerate goes on with a smaller batch where it knows the words.
                 raise RuntimeError("XLA has run out of memory.") from error
             raise
+
+    def take_up_changes(self) -> None:
+        """Take up what the caller has changed or replaced since the trainer was made: arguments, models, data, the collator."""
+        self.followed.take_up()
+        self.take_up_models()
+        self.take_up_data()
 
     @contextmanager
     def models_as_run(self) -> Iterator[None]:

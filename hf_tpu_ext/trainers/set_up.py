@@ -6,6 +6,7 @@ from collections.abc import Callable
 from copy import copy
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from accelerate import Accelerator
@@ -120,6 +121,8 @@ class SetUpMixin:
         given.arguments["args"] = self.compiled.args
         # By name, of an optimizer that is given. Otherwise nothing holds on to what they are on the host.
         self._parameters_before: dict[str, nn.Parameter] = {}
+        # The models that are on the device.
+        self._placed: WeakSet[nn.Module] = WeakSet()
         self._follows_optimizer = given.arguments.get("optimizers", (None,))[0] is not None
         super().__init__(*given.args, **given.kwargs)
         self.agreement.take_random_state()
@@ -137,9 +140,7 @@ class SetUpMixin:
         self._parameters_before = {}
         if self.backend.static_shapes:
             self._prepare_static_shapes(extension.max_recompiles)
-            self.model_generate = ModelGenerate(
-                self.model, self.backend, partial(TextGeneration, self), self.fetch_weights
-            )
+            self._replace_generate()
         if self.backend.metrics_on_device:
             self.loss_log = LossLog(self.backend, args.logging_nan_inf_filter)
         if isinstance(self.args, PredictedTextArguments) and self.args.predict_with_generate:
@@ -167,10 +168,28 @@ class SetUpMixin:
             # Quantized weights are on their device, to upstream.
             self._move_model_to_device(self.model, self.args.device)
         for model in self.other_models():
-            if isinstance(model, PreTrainedModel):
-                # Upstream has moved it to the device.
-                model.tie_weights()
-            place_model(model, self.backend, self.chips.mesh, self.compiled.attention)
+            self._place_beside(model)
+
+    def _place_beside(self, model: nn.Module) -> None:
+        if isinstance(model, PreTrainedModel):
+            # Upstream has moved it to the device.
+            model.tie_weights()
+        place_model(model, self.backend, self.chips.mesh, self.compiled.attention)
+        self._placed.add(model)
+
+    def take_up_models(self) -> None:
+        """Place models that the caller has put in the place of the trainer's, as `trainer.model`, since it was made."""
+        if not self.backend.unknown_upstream:
+            return
+        others = [model for model in self.other_models() if model not in self._placed]
+        for model in others:
+            self._place_beside(model)
+        replaced = self.model not in self._placed
+        if replaced:
+            self._move_model_to_device(self.model, self.args.device)
+        if (others or replaced) and self.backend.static_shapes:
+            self.find_lengths_asked_for()
+            self._replace_generate()
 
     def _arrange_accelerator(self) -> None:
         # Batches stay on the host until the step takes them: token counts, missing rows and shapes are known there
@@ -191,6 +210,11 @@ class SetUpMixin:
         super()._hp_search_setup(trial)
         if self.backend.static_shapes and self.accelerator is not accelerator:
             self._arrange_accelerator()
+
+    def _replace_generate(self) -> None:
+        self.model_generate = ModelGenerate(
+            self.model, self.backend, partial(TextGeneration, self), self.fetch_weights
+        )
 
     def _prepare_steps(self) -> None:
         self._place_models()
@@ -248,6 +272,7 @@ class SetUpMixin:
             if self._follows_optimizer and self.chips.sharding_plan is None:
                 self._parameters_before = dict(model.named_parameters())
             self.chips.sharding_plan = place_model(model, self.backend, self.chips.mesh, self.compiled.attention)
+            self._placed.add(model)
         else:
             super()._move_model_to_device(model, device)
 

@@ -25,6 +25,7 @@ from ...data import (
 )
 from ...errors import UserError
 from ...layers.batch_length import BatchLength
+from ..checks.datasets import named_datasets
 from ..checks.families import check_padding
 from ..checks.upstream import upstream_of
 from ..configs import PaddedArguments
@@ -128,6 +129,22 @@ class BatchesMixin(ImagesMixin):
         if max(lengths) > max(self.lengths, default=0):
             self.lengths = self.data_collator.lengths = [*self.lengths, length_for(lengths)]
             self.find_lengths_asked_for()
+
+    def note_data(self) -> None:
+        """Note the datasets and the collator that batches are made static for."""
+        self._noted_data = named_datasets(self.train_dataset, self.eval_dataset)
+        self._noted_collator = self.data_collator
+
+    def take_up_data(self) -> None:
+        """Take up a collator and datasets that the caller has put in the place of the trainer's since they were noted."""
+        if not self.backend.static_shapes:
+            return
+        if self.data_collator is not self._noted_collator:
+            self._make_batches_static()
+        for name, dataset in named_datasets(self.train_dataset, self.eval_dataset).items():
+            if dataset is not self._noted_data.get(name):
+                self.declare_length_of(dataset)
+        self.note_data()
 
     def check_ranges(self, batch: Mapping[str, Any]) -> None:
         """Refuse (`ValueError`) a batch on the host with token ids, positions or labels that the model has no place for."""

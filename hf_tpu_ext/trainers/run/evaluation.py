@@ -108,7 +108,7 @@ class CompiledEvaluation:
         return read
 
     def predict(self, test_dataset, ignore_keys=None, metric_key_prefix="test", **kwargs):
-        self.followed.take_up()
+        self.take_up_changes()
         self.declare_length_of(test_dataset)
         return super().predict(test_dataset, ignore_keys, metric_key_prefix, **kwargs)
 

@@ -184,7 +184,7 @@ class StatusMixin(RunFactsMixin):
         logs.update({name: value for name, value in shown.items() if name not in measured})
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval", **kwargs):
-        self.followed.take_up()
+        self.take_up_changes()
         self.declare_length_of(eval_dataset)
         with self.phase("eval"):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
