@@ -82,6 +82,24 @@ def test_the_third_call_runs_with_new_data_and_the_current_state(xla, total):
     assert call.said == []
 
 
+def test_each_result_takes_the_memory_of_what_it_replaces(xla):
+    # The compiler pairs arguments and results of a size in their order, whatever their shapes are.
+    def step(wide, tall, flat, moment, number):
+        update = (wide @ tall @ flat.view(2, 3)).sum() * number.sum()
+        for tensor in (wide, tall, flat):
+            tensor.sub_(update)
+        moment.add_(wide)
+
+    state = [xla.send(torch.ones(shape)) for shape in ((2, 3), (3, 2), (6,), (2, 3))]
+    call = Calls(xla, step, state)
+    for _ in range(3):
+        call(0.5)
+    assert call.compiled.replays
+    (known,) = call.compiled._known.values()
+    assert [place for place in known.inputs if place in known.written] == known.written
+    assert sorted(known.written) == [0, 1, 2, 3]
+
+
 def test_what_is_fixed_selects_a_program(xla, total):
     def add(total, number, closing):
         total.copy_(total * 10 + number if closing else total + number)

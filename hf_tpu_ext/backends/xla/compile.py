@@ -196,13 +196,14 @@ class Trace:
                 f"{others} tensors are computed in a step that are not part of the training state, for example by a hook "
                 "or a callback that keeps an activation"
             )
-        results = list(compress(named, is_computed))
-        values = graphs.hold_buffers(results)
-        buffers = graphs.identify_buffers(values)
+        places = list(compress(range(len(named)), is_computed))
+        replaced = [self._buffers[place] if place < size else None for place in places]
+        order, values, buffers = graphs.sort_results([named[place] for place in places], replaced)
         if not self._sent.isdisjoint(buffers):
             raise CannotReplay("a host-to-device transfer within a step")
         inputs = [self._places.get(buffer, value) for value, buffer in zip(values, buffers, strict=True)]
-        written = list(compress(range(size), is_computed))
+        results = [named[places[index]] for index in order]
+        written = [places[index] for index in order if places[index] < size]
         form = tree_map_only(torch.Tensor, lambda _: _TENSOR, made)
         return Traced(results, written, values, inputs, self._places_of(leaves, is_computed[size:]), form)
 

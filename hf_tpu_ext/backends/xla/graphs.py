@@ -68,6 +68,28 @@ def hold_buffers(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @_or_trace
+def sort_results(
+    results: Sequence[torch.Tensor], replaced: Sequence[int | None]
+) -> tuple[list[int], list[torch.Tensor], list[int]]:
+    """
+    Sort the results of a graph as the arguments that they replace, which are given by their buffers. Of arguments and results that
+    are as large, the compiler gives the first the memory of the first and so on, whatever their shapes are: others it would copy.
+    Returned are the numbers of the results, the arguments, and the buffers of these.
+    """
+
+    def arguments() -> tuple[list[torch.Tensor], list[int]]:
+        values = hold_buffers([results[number] for number in order])
+        return values, identify_buffers(values)
+
+    order = list(range(len(results)))
+    # The order of the arguments follows from that of the results, in part: the second time, they agree.
+    for _ in range(2):
+        ranks = {buffer: rank for rank, buffer in enumerate(arguments()[1])}
+        order.sort(key=lambda number: (replaced[number] is None, ranks.get(replaced[number], len(ranks))))
+    return order, *arguments()
+
+
+@_or_trace
 def find_pending(tensors: Sequence[torch.Tensor]) -> list[bool]:
     """Of each tensor, whether it was traced and is not run yet."""
     return _XLAC._check_tensor_need_materialization(list(tensors))
