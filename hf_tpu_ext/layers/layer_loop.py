@@ -61,6 +61,8 @@ class LayerLoop(torch.autograd.Function):
         ctx.constants = _Constants(layers, blocks)
         shared, own = ctx.constants.take_tensors()
         ctx.num_kept, ctx.num_collected = [0] * len(layers), [0] * len(layers)
+        # Of each run, the dtypes of the weights that its layers compute with.
+        ctx.dtypes = [()] * len(layers)
 
         def turn(carry: tuple, _) -> tuple:
             rows, hidden, weights = carry
@@ -70,6 +72,7 @@ class LayerLoop(torch.autograd.Function):
                 def of_layer(carry: tuple, weights: tuple, layer=layer, place=place) -> tuple:
                     hidden, shared, own = carry
                     of_turn = layer.in_turn(hidden, weights)
+                    ctx.dtypes[place] = [tensor.dtype for tensor in of_turn]
 
                     def of_block(carry: tuple, entries: tuple) -> tuple:
                         number, hidden, *own = entries
@@ -184,8 +187,11 @@ class LayerLoop(torch.autograd.Function):
             torch.arange(layer.count * len(turns), dtype=torch.int32, device=gradient.device)[-1] for layer in layers
         )
         found = tuple(
-            tuple(torch.zeros_like(weight) for weight in compress(own, needed))
-            for own, needed in zip(_split(layers, weights), needed_of, strict=True)
+            tuple(
+                torch.zeros_like(weight, dtype=dtype)
+                for weight, dtype in compress(zip(own, dtypes, strict=False), needed)
+            )
+            for own, dtypes, needed in zip(_split(layers, weights), ctx.dtypes, needed_of, strict=True)
         )
         (_, (hidden_grad, *_), *_, found), _ = backend.loops.scan(
             turn, (last, carry, inputs, weights, found), (turns,)

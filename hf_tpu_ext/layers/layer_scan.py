@@ -1,6 +1,6 @@
 """Layers that repeat as the turns of one loop: a program that does not grow with their number."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any
@@ -43,6 +43,8 @@ class LayerStack(CalledLayers):
             How they repeat, see [`~hf_tpu_ext.layers.layer_list.find_patterns`]. Default: all of them are the same.
         made_in_turn (`Callable[[nn.Module], MadeInTurn]`, *optional*):
             Says what of a layer is made of frozen parameters when its turn begins, once for all that computes with it.
+        plain (`Collection[torch.nn.Linear]`, *optional*):
+            Linear layers whose weight may as well have the dtype that autocast makes it, and the gradient of it.
     """
 
     def __init__(
@@ -53,13 +55,14 @@ class LayerStack(CalledLayers):
         by_rows: bool = False,
         patterns: Sequence[Pattern] = (),
         made_in_turn: Callable[[nn.Module], MadeInTurn] = lambda layer: {},
+        plain: Collection[nn.Linear] = (),
     ):
         super().__init__(layers)
         #: How the layers repeat.
         self.patterns = list(patterns) or [Pattern(0, (1,), len(layers))]
         self._backend, self._rematerialization = backend, rematerialization
         self._loops = [
-            PatternLoop(pattern, self._layers, backend, rematerialization == "dots", by_rows, made_in_turn)
+            PatternLoop(pattern, self._layers, backend, rematerialization == "dots", by_rows, made_in_turn, plain)
             for pattern in self.patterns
         ]
         self._templates = [template for loop in self._loops for template in loop.templates]

@@ -1,6 +1,6 @@
 """The layers of one pattern as one loop, which runs when the model has called the last of them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain, compress, islice
@@ -39,10 +39,14 @@ class Template:
             The first of them.
         made (`MadeInTurn`):
             What is made of frozen parameters when the turn of a layer begins.
+        plain (`Collection[torch.nn.Linear]`):
+            As [`~hf_tpu_ext.layers.layer_scan.LayerStack`] takes it.
     """
 
-    def __init__(self, numbers: list[int], layer: nn.Module, made: MadeInTurn):
+    def __init__(self, numbers: list[int], layer: nn.Module, made: MadeInTurn, plain: Collection[nn.Linear]):
         self.numbers, self.layer, self.made = numbers, layer, made
+        #: Of its parameters, the weights of linear layers that are `plain`.
+        self.plain = {f"{name}.weight" for name, module in layer.named_modules() if module in plain}
         buffers = layer.named_buffers(remove_duplicate=False)
         self.names = [name for name, _ in (*layer.named_parameters(), *buffers)]
         self.stacked_names = [f"{numbers[0]}.{name}" for name in self.names]
@@ -71,8 +75,8 @@ class PatternLoop:
             Whether matrix products with weights are kept for the backward pass.
         by_rows (`bool`):
             Whether they can go through [`RowBlocks`].
-        made_in_turn (`Callable[[nn.Module], MadeInTurn]`):
-            As [`~hf_tpu_ext.layers.layer_scan.LayerStack`] takes it.
+        made_in_turn (`Callable[[nn.Module], MadeInTurn]`), plain (`Collection[torch.nn.Linear]`):
+            As [`~hf_tpu_ext.layers.layer_scan.LayerStack`] takes them.
 
     Attributes:
         templates (`list[Template]`): One for each run of the pattern.
@@ -86,11 +90,15 @@ class PatternLoop:
         keeps_dots: bool,
         by_rows: bool,
         made_in_turn: Callable[[nn.Module], MadeInTurn],
+        plain: Collection[nn.Linear],
     ):
         self.pattern = pattern
         self._backend, self._keeps_dots, self._by_rows = backend, keeps_dots, by_rows
         runs = [pattern.numbers(run) for run in range(len(pattern.runs))]
-        self.templates = [Template(numbers, layers[numbers[0]], made_in_turn(layers[numbers[0]])) for numbers in runs]
+        first = [layers[numbers[0]] for numbers in runs]
+        self.templates = [
+            Template(numbers, layer, made_in_turn(layer), plain) for numbers, layer in zip(runs, first, strict=True)
+        ]
         #: For each layer of the pattern, which template computes it, and with which part of the stacked parameters.
         self.places = {
             number: (template, index) for template in self.templates for index, number in enumerate(template.numbers)
@@ -217,7 +225,12 @@ class PatternLoop:
     def _in_turn(self, template: Template, hidden: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What a layer computes with: its weights whole, and where autocast is on, in another dtype than theirs."""
         dtype, backend = matmul_dtype(hidden), self._backend
-        weights = (weight if weight.dtype == dtype else backend.loops.prevent_hoisting(weight) for weight in weights)
+        weights = [weight if weight.dtype == dtype else backend.loops.prevent_hoisting(weight) for weight in weights]
+        # Once, and not in each product: the gradients of all layers, which the backward pass has at once, have this dtype, too.
+        weights[: len(template.names)] = [
+            weight.to(dtype) if name in template.plain else weight
+            for name, weight in zip(template.names, weights, strict=False)
+        ]
         # Left to the partitioner, a product goes through the parts of a weight one by one, and moves each by itself.
         weights = tuple(backend.gather(weight) for weight in weights)
         named = dict(zip(template.names, weights, strict=False))

@@ -12,6 +12,7 @@ from hf_tpu_ext.backends.cpu import CPUBackend
 from hf_tpu_ext.errors import UserError
 from hf_tpu_ext.examples.tiny import make_model
 from hf_tpu_ext.layers.attention import static_masks
+from hf_tpu_ext.layers.frozen_weights import find_plain_linear
 from hf_tpu_ext.layers.layer_list import (
     CalledLayers,
     Pattern,
@@ -79,7 +80,8 @@ def forward_and_backward(xla, model, policy=None, dtype=None):
     stack = None
     if policy is not None:
         parent, name = find_layers(model)
-        stack = LayerStack(parent.layers, xla, policy, by_rows=True, patterns=patterns_of(xla, model))
+        plain = find_plain_linear(model)
+        stack = LayerStack(parent.layers, xla, policy, by_rows=True, patterns=patterns_of(xla, model), plain=plain)
         stack.stack()
         parent.layers = stack
     ids = xla.send(torch.arange(48).reshape(4, 12) + 7)
@@ -184,6 +186,17 @@ def test_weights_are_converted_in_their_turn(xla, load, monkeypatch, policy):
     assert kept == 2 * len(dict(load().model.layers[0].named_parameters()))
     # Nothing is converted where autocast is off.
     assert " opt-barrier(" not in forward_and_backward(xla, load(), policy)[2]
+
+
+@pytest.mark.parametrize("policy", ["full", "dots"])
+def test_gradients_of_all_layers_are_as_short_as_the_products(xla, load, policy):
+    _, gradients, program = forward_and_backward(xla, load(), policy, torch.bfloat16)
+    *_, carried = (line.partition(" while(")[0] for line in program.splitlines() if " while(" in line)
+    # Of the projections up and down, the weights and their gradients. A norm computes in float32.
+    for shape, count in (("3,48,32", 2), ("3,32,48", 1)):
+        assert (carried.count(f"f32[{shape}]"), carried.count(f"bf16[{shape}]")) == (count, count)
+    assert "bf16[3,32]" not in carried
+    assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
 
 
 @pytest.mark.parametrize("policy", ["full", "dots"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, TrainerControl
 from transformers.trainer_callback import CallbackHandler
@@ -15,6 +16,7 @@ from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
 from ...errors import UserError
+from ...layers.frozen_weights import find_plain_linear
 from ...layers.layer_list import (
     Pattern,
     find_layers,
@@ -90,7 +92,7 @@ class LayerScan:
             parent, name = find_layers(self._model)
             layers, policy = getattr(parent, name), self._compiled.rematerialization
             by_rows = self._are_by_rows(layers)
-            self.stack = LayerStack(layers, self._backend, policy, by_rows, found, unpacked_once)
+            self.stack = LayerStack(layers, self._backend, policy, by_rows, found, unpacked_once, self._find_plain())
             self._place_of_layers = (parent._modules, name, parent._modules[name])
             handler = self._trainer.callback_handler
             if "call_event" not in vars(handler):
@@ -133,6 +135,10 @@ class LayerScan:
             self.stack.unstack()
             modules[name] = layers
             self._backend.wait()
+
+    def _find_plain(self) -> set[nn.Linear]:
+        # PEFT converts the input of an adapter to the dtype of its weight, ahead of dropout.
+        return set() if isinstance(self._model, PeftModel) else find_plain_linear(self._model)
 
     def _are_by_rows(self, layers: nn.ModuleList) -> bool:
         """Whether layers are known to compute each row of a batch by itself, and what they draw by its place."""
