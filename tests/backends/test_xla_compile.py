@@ -323,7 +323,7 @@ EVERY_CALL = (*graphs.CALLS_BEFORE_A_RUN, *graphs.CALLS_WITH_SEVERAL_CHIPS)
 def name(request, xla, monkeypatch):
     """The name of a call, where it is made."""
     if request.param in graphs.CALLS_WITH_SEVERAL_CHIPS:
-        monkeypatch.setattr(type(xla), "num_chips", 2)
+        monkeypatch.setattr(xla, "num_chips", 2)
     return request.param
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch_xla
 
-from hf_tpu_ext.backends.xla.pending import PendingGraph, pending
+from hf_tpu_ext.backends.xla.graphs import PendingGraph, pending
 
 
 def is_pending(backend):

@@ -21,13 +21,12 @@ from ..host import enable_hugepages, peak_of_process
 from ..processes import Processes
 from ..streamed import StreamedTensor, streamed
 from .compile_cache import XLACompileCache, metric
-from .graphs import REPLAYS
+from .graphs import REPLAYS, pending
 from .hosts import hosts_of_slice, join_hosts, order_by_host, read_split
 from .insight import XLAInsight
 from .kernels import XLAKernels
 from .loops import XLALoops
 from .operators import register_operators
-from .pending import pending
 from .programs import XLAPrograms
 from .sharding import ConstrainRows, XLAManualSharding, gathered, is_split, sharding_by_rows
 from .tensors import pickle_from_host
@@ -95,7 +94,7 @@ class XLABackend(XLACompileCache):
                 "in a notebook, restart the kernel first."
             ) from error
 
-    @property
+    @cached_property
     def processes(self) -> Processes:
         assert self.device.type == "xla"  # starts the runtime
         return self._processes
@@ -105,7 +104,7 @@ class XLABackend(XLACompileCache):
         kind = xr.device_type()
         return f"{kind}, compiled by XLA" if kind == "CPU" else tpu_kind()
 
-    @property
+    @cached_property
     def num_chips(self) -> int:
         assert self.device.type == "xla"  # starts the runtime, with the chips that were asked for
         return xr.global_runtime_device_count()

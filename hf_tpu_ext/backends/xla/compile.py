@@ -71,6 +71,11 @@ class Executable:
     #: Whether a second trace was the same.
     checked: bool = False
 
+    @property
+    def _places(self) -> list[int | None]:
+        """Of each argument the place among state and data, `None` where it is a constant."""
+        return [place if isinstance(place, int) else None for place in self.inputs]
+
     @cached_property
     def _constants(self) -> list[torch.Tensor]:
         return [place for place in self.inputs if not isinstance(place, int)]
@@ -112,13 +117,12 @@ class Executable:
             return "the graph has changed"
         if (self.written, self.returned, self.form) != (other.written, other.returned, other.form):
             return "the results of the graph have changed"
-        for mine, theirs in zip(self.inputs, other.inputs, strict=True):
-            if isinstance(mine, int) or isinstance(theirs, int):
-                if type(mine) is not type(theirs) or mine != theirs:
-                    return "the arguments of the graph have changed"
-            elif graphs.identify_buffers([mine]) != graphs.identify_buffers([theirs]) and not torch.equal(
-                mine.cpu(), theirs.cpu()
-            ):
+        mine, theirs = self._constants, other._constants
+        if self._places != other._places:
+            return "the arguments of the graph have changed"
+        buffers = zip(graphs.identify_buffers(mine), graphs.identify_buffers(theirs), strict=True)
+        for (buffer, other_buffer), value, other_value in zip(buffers, mine, theirs, strict=True):
+            if buffer != other_buffer and not torch.equal(value.cpu(), other_value.cpu()):
                 return "a constant of the graph has changed"
         return None
 

@@ -1,6 +1,7 @@
 """torch_xla's private calls for graphs that are compiled once and then run by their handle. No other file has them."""
 
 import gc
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
@@ -9,10 +10,10 @@ from typing import Any, TypeVar
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as met
 from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
 from ..compiled_function import CannotReplay
-from .pending import pending
 
 
 _XLAC = torch_xla._XLAC
@@ -53,6 +54,55 @@ def _or_trace(function: _Function) -> _Function:
             ) from error
 
     return call
+
+
+# ---- What was traced and has not run yet ----
+
+
+def _created() -> int:
+    return met.counter_value("CreateXlaTensor") or 0
+
+
+class PendingGraph:
+    """
+    Knows where nothing was traced since it was known that nothing was left to run.
+
+    torch_xla goes over all device tensors to tell, a millisecond for a thousand. But each operator makes a tensor, and torch_xla
+    counts those: in-place operators too, which are made of others that are not (`functionalization`). Transfers and programs that
+    are run by their handle also make some, which are computed.
+    """
+
+    def __init__(self):
+        self._none_at: int | None = None
+        # Without functionalization, operators in place make none.
+        self._is_counted = "XLA_DISABLE_FUNCTIONALIZATION" not in os.environ
+
+    def any(self, device: torch.device) -> bool:
+        """Whether some tensor of a device is still to be computed."""
+        if self._none_at == _created():
+            return False
+        is_any = any(_XLAC._check_device_tensor_need_materialization(str(device)))
+        self.note(none=not is_any)
+        return is_any
+
+    def note(self, none: bool) -> None:
+        """Note that nothing is left to run, or that something may be."""
+        self._none_at = _created() if none and self._is_counted else None
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Context that makes tensors, and traces nothing."""
+        none = self._none_at == _created()
+        yield
+        if none:
+            self._none_at = _created()
+
+
+#: There is one graph in a process.
+pending = PendingGraph()
+
+
+# ---- Graphs and their buffers ----
 
 
 @_or_trace

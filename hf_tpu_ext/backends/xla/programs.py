@@ -69,7 +69,7 @@ class XLAPrograms(Programs):
 
     def aliased(self, state: Sequence[torch.Tensor]) -> set[int]:
         # Detached ones of a `state_dict()`, or `parameter.data`.
-        counts = [torch._C._storage_Use_Count(memory_shared(tensor)) for tensor in state]
+        counts = [torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) for tensor in state]
         return {place for place, count in enumerate(counts) if count > 1}
 
     def separate_copies(self, state: Sequence[torch.Tensor]) -> None:
