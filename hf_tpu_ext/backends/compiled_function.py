@@ -38,10 +38,15 @@ def describe_batch(batch: Mapping[Hashable, Any]) -> dict[Hashable, Hashable]:
     """
     described = {}
     for key, value in batch.items():
-        leaves, _ = tree_flatten_with_path(value)
-        for path, leaf in leaves or [((), value)]:
+        leaves, _ = tree_flatten_with_path(value, is_leaf=_is_empty)
+        for path, leaf in leaves:
             described[f"{key}{keystr(path)}" if path else key] = _describe(leaf)
     return described
+
+
+def _is_empty(value: Any) -> bool:
+    # Otherwise it would leave no trace.
+    return isinstance(value, (dict, list, tuple)) and not value
 
 
 def _describe(value: Any) -> Hashable:
@@ -66,6 +71,8 @@ class Fingerprint(Protocol):
 
     #: Code that ran in a trace and of which nothing is known, as a clause, or `None`.
     code: str | None
+    #: Tensors of the state that it knows, as those of a model, always in the same order.
+    tensors: list[torch.Tensor]
 
     def trace(self) -> AbstractContextManager[None]:
         """Context of a trace, in which it notes whose code runs."""
@@ -81,6 +88,7 @@ class NothingElse:
     """The fingerprint of a function that depends on its arguments alone."""
 
     code = None
+    tensors: list[torch.Tensor] = []
 
     def note(self) -> None:
         """There is nothing to note."""
@@ -113,11 +121,12 @@ class CompiledFunction(ABC):
         function (`Callable`):
             What is compiled.
         state (`Callable[[], list[torch.Tensor]]`):
-            Lists the tensors that it reads and writes, always in the same order.
+            Lists the tensors that it reads and writes besides those of the fingerprint, always in the same order.
         fingerprint ([`Fingerprint`]):
             What else it depends on.
         copies ([`RealCopies`]):
-            Context that is left from the beginning of each call to its end; `None` where copies always have memory of their own.
+            Knows whether tensors may have aliases; `None` where copies always have memory of their own. Calls are made outside of
+            this context: see [`~RealCopies.suspended`].
         draws_on_host (`bool`, *optional*, defaults to `False`):
             Whether random numbers that it draws on the host do not matter.
         warn (`Callable[[str], None]`, *optional*):
@@ -141,7 +150,7 @@ class CompiledFunction(ABC):
         draws_on_host: bool = False,
         warn: Callable[[str], None] | None = None,
     ):
-        self._backend, self._function, self._state = backend, function, state
+        self._backend, self._function, self._list_state = backend, function, state
         self._fingerprint, self._copies, self._draws_on_host, self._warn = fingerprint, copies, draws_on_host, warn
         self._known: dict[Hashable, Any] = {}
         self._changes = 0
@@ -155,6 +164,9 @@ class CompiledFunction(ABC):
         Call the function, or run its program. `run(run=...)` runs what was traced by calling its argument, and tells those who
         watch.
         """
+
+    def _state(self) -> list[torch.Tensor]:
+        return [*self._fingerprint.tensors, *self._list_state()]
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:

@@ -169,17 +169,18 @@ class StepStatus(TrainerCallback):
     def _note_time(self, phase: str, seconds: float) -> None:
         self.step_times.setdefault(phase, Counter())[class_of(seconds)] += 1
 
-    def count(self, batch: Mapping[str, Any], rows: int | None = None) -> None:
+    def count(self, batch: Mapping[str, Any], computed: tuple[int, ...] | None = None) -> None:
         """
-        Count the tokens of a batch as the trainer has it, preferably on the host, of which `rows` are computed where
-        some were added to it. One without `input_ids` of shape `(batch, length)` is not counted.
+        Count the tokens of a batch as the trainer has it, preferably on the host, which is `computed` in that shape where
+        rows or columns were added to it. One without `input_ids` of shape `(batch, length)` is not counted.
         """
         ids, mask = batch.get("input_ids"), batch.get("attention_mask")
         if ids is None:
             return
         masked = mask is not None and mask.shape == ids.shape
-        computed = (rows or ids.shape[0], *ids.shape[1:])
-        counted = BatchCount(1, mask.sum() if masked else ids.numel(), math.prod(computed))
+        computed = tuple(computed or ids.shape)
+        tokens = mask.sum() if masked else ids.shape[0] * math.prod(computed[1:])
+        counted = BatchCount(1, tokens, math.prod(computed))
         shape = computed if self._backend.static_shapes else ()
         self._window[shape] = self._window[shape] + counted if shape in self._window else counted
 

@@ -47,6 +47,7 @@ class CollatedBatch(dict):
         padded (`dict`): Along which dimension keys were padded, and how many columns they had before.
         num_examples (`int`): How many examples it was made of. A pair is two rows, one after the chosen ones and one after the
             rejected ones.
+        rows_of_example (`int`): And how many rows one example is.
         num_tokens (`int`, *optional*): How many tokens upstream counts in it; `None` if it counts none.
     """
 
@@ -60,6 +61,7 @@ class CollatedBatch(dict):
     ):
         super().__init__(batch)
         self.num_examples = num_examples
+        self.rows_of_example = max(1, count_rows(batch) // num_examples)
         self.length = length
         self.padded = dict(padded)
         self.num_tokens = num_tokens

@@ -46,21 +46,24 @@ def _longest_unscaled(module: nn.Module, layer_type: str | None, rope_type: str)
 class BatchLength:
     """
     Gives models the length of a batch where they ask for it: rotary embeddings whose frequencies depend on it (`dynamic`,
-    `longrope`), and the noise of NEFTune. Refuses columns that are added to batches of BigBird's block-sparse attention, in
-    which all tokens see the last block.
+    `longrope`), and the noise of NEFTune. Refuses columns that are added to batches of models that see padding as tokens, and of
+    BigBird's block-sparse attention, in which all tokens see the last block.
 
     Args:
         models (`Sequence`):
             Models that a step runs.
         longest (`int`, *optional*):
             The longest row that a step has; `None` if it is not known.
+        sees_padding (`str`, *optional*):
+            The class of a model that sees padding as tokens.
     """
 
-    def __init__(self, models: Sequence[nn.Module], longest: int | None):
+    def __init__(self, models: Sequence[nn.Module], longest: int | None, sees_padding: str | None = None):
         #: What the batch under way has on the device. Empty in between, for what compares the state of two steps.
         self.values: dict[Hashable, Tensor] = {}
         self._adds_noise = False
         self._is_told = False
+        self._sees_padding = sees_padding
         self._block_sparse = [module for model in models for module in model.modules() if is_block_sparse(module)]
         self._ropes: list[nn.Module] = []
         # Those whose frequencies depend on the length of batches, each with a copy on the host in which upstream's own code
@@ -95,7 +98,13 @@ class BatchLength:
         return self._adds_noise or bool(self._by_length)
 
     def check_columns(self, length: int, columns: int) -> None:
-        """Refuse (`ValueError`) to pad the longest row of a batch to so many columns, where a model computes with them."""
+        """Refuse (`ValueError`) to pad the longest row of a batch to so many more columns, where a model computes with them."""
+        if self._sees_padding is not None:
+            raise UserError(
+                f"A batch of {length} tokens a row is padded to {columns} on XLA, and {self._sees_padding} sees padding as tokens: its "
+                f"numbers would change. Keep to rows of one length (tokenizer(..., padding='max_length', max_length={columns})), or "
+                "train it on a GPU, or on the CPU with use_cpu=True."
+            )
         for module in self._block_sparse:
             config = module.config
             # Up to there the model takes full attention. It does so from then on, whatever the next batches are.

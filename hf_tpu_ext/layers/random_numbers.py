@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
+from hashlib import blake2b
 from typing import Any, ClassVar
 
 import torch
@@ -43,17 +44,12 @@ class RandomSeeds:
     def next(self) -> Tensor:
         """The seed of the next micro-step: int32 of shape `()`."""
         self.count += 1
-        return self._hash(self.count, 0)
+        return self.beside(-1)
 
     def beside(self, number: int) -> Tensor:
         """The seed of another program between two micro-steps, by its number there: int32 of shape `()`."""
-        return self._hash(self.count, number + 1)
-
-    def _hash(self, *numbers: int) -> Tensor:
-        found = torch.tensor(as_int32(self._seed), dtype=torch.int32)
-        for number in numbers:
-            found = scramble(found + as_int32(number * BY_ROW))
-        return found
+        digest = blake2b(f"{self._seed} {self.count} {number}".encode(), digest_size=4).digest()
+        return torch.tensor(int.from_bytes(digest, signed=True), dtype=torch.int32)
 
 
 class RandomNumbers(AbstractContextManager):

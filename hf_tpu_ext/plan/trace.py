@@ -219,9 +219,9 @@ class TracingMixin(EveryLengthMixin):
             id(tensor): "batch" for tensor in self._sent_batch.values() if isinstance(tensor, torch.Tensor)
         }
 
-    def _send_rows(self, batch: dict[str, Any], *args, **kwargs) -> dict[Hashable, Any]:
-        sent = super()._send_rows(batch, *args, **kwargs)
-        self._sent_batch = {name: sent[name] for name in batch}
+    def _send_rows(self, *args, **kwargs) -> dict[str, dict[Hashable, Any]]:
+        sent = super()._send_rows(*args, **kwargs)
+        self._sent_batch = sent["batch"]
         return sent
 
     def _bfloat16_holds(self, weights: Sequence[torch.Tensor]) -> list[bool]:

@@ -39,15 +39,12 @@ class LocalGradients(StepGradients):
             for parameter in self._sums:
                 gradients = torch.zeros((backend.num_chips, *parameter.shape), dtype=parameter.dtype)
                 self._sums[parameter] = backend.send_rows(gradients, backend.num_chips)
+        # Of shapes `(chips, ...)`.
+        self.tensors = [total for total in self._sums.values() if total is not None]
 
     def are_of(self, model: nn.Module) -> bool:
         """Whether these are the gradients of what a model trains now. Some parameters may have been frozen since."""
         return self._sums.keys() == {parameter for parameter in model.parameters() if parameter.requires_grad}
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """What is kept from micro-step to micro-step, of shapes `(chips, ...)`."""
-        return [total for total in self._sums.values() if total is not None]
 
     @contextmanager
     def micro_step(self, sync_gradients: bool) -> Iterator[None]:

@@ -91,6 +91,4 @@ def compile_alone(
         why_not=lambda: None,
         training=False,
     )
-    return backend.programs.compile(
-        function, lambda: [*fingerprint.tensors, *state()], fingerprint, backend.programs.real_copies()
-    )
+    return backend.programs.compile(function, state, fingerprint, backend.programs.real_copies())

@@ -38,16 +38,12 @@ class StepGradients:
 
     def __init__(self, model: nn.Module, processes: Processes = ALONE):
         self._model, self._processes = model, processes
-
-    @property
-    def of_parameters(self) -> dict[nn.Parameter, Tensor]:
-        """What is kept from micro-step to micro-step, of the shapes of the parameters."""
-        return {}
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """What is kept from micro-step to micro-step, always in the same order."""
-        return [*self.of_parameters.values()]
+        #: What is kept from micro-step to micro-step, of the shapes of the parameters.
+        self.of_parameters: dict[nn.Parameter, Tensor] = {}
+        #: All that is kept, always in the same order.
+        self.tensors: list[Tensor] = []
+        #: Whether code of the user's has been given what is kept, see [`~StepGradients.show`].
+        self.are_shown = False
 
     def are_of(self, model: nn.Module) -> bool:
         """Whether these are the gradients of what a model trains now. Some parameters may have been frozen since."""
@@ -93,30 +89,27 @@ class AccumulatedGradients(StepGradients):
     def __init__(self, model: nn.Module, earlier: StepGradients | None = None, processes: Processes = ALONE):
         super().__init__(model, processes)
         known = {} if earlier is None else earlier.of_parameters
-        self._sums = {
+        self.of_parameters = {
             parameter: known[parameter] if parameter in known else torch.zeros_like(parameter)
             for parameter in model.parameters()
             if parameter.requires_grad
         }
+        self.tensors = [*self.of_parameters.values()]
         # By the micro-steps of this optimizer step that ran in Python, and of the one before it.
         self._used: set[nn.Parameter] = set()
         self._used_before: set[nn.Parameter] = set()
-        self._shown: set[nn.Parameter] | None = None
-
-    @property
-    def of_parameters(self) -> dict[nn.Parameter, Tensor]:
-        return self._sums
+        self._shown: set[nn.Parameter] = set()
 
     def are_of(self, model: nn.Module) -> bool:
-        return self._sums.keys() == {parameter for parameter in model.parameters() if parameter.requires_grad}
+        return self.of_parameters.keys() == {parameter for parameter in model.parameters() if parameter.requires_grad}
 
     @contextmanager
     def micro_step(self, sync_gradients: bool) -> Iterator[None]:
-        before = [total._version for total in self._sums.values()]
-        for parameter, total in self._sums.items():
+        before = [total._version for total in self.of_parameters.values()]
+        for parameter, total in self.of_parameters.items():
             parameter.grad = total
         yield
-        for (parameter, total), version in zip(self._sums.items(), before, strict=True):
+        for (parameter, total), version in zip(self.of_parameters.items(), before, strict=True):
             if parameter.grad is not total:
                 # A hook has put another in its place.
                 total.copy_(parameter.grad)
@@ -128,15 +121,13 @@ class AccumulatedGradients(StepGradients):
 
     def show(self) -> None:
         # A micro-step that was run by its handle has noted nothing.
-        self._shown = self._used or self._used_before
+        self._shown, self.are_shown = self._used or self._used_before, True
         for parameter in self._shown:
-            parameter.grad = self._sums[parameter]
+            parameter.grad = self.of_parameters[parameter]
 
     @torch.no_grad()
     def take_back(self) -> None:
-        if self._shown is None:
-            return
-        for parameter, total in self._sums.items():
+        for parameter, total in self.of_parameters.items():
             if not parameter.requires_grad:
                 # Frozen since: it is updated by what there is.
                 continue
@@ -147,10 +138,10 @@ class AccumulatedGradients(StepGradients):
                 total.copy_(parameter.grad)
                 self._used.add(parameter)
             parameter.grad = None
-        self._shown = None
+        self.are_shown = False
 
     def drop(self) -> None:
         super().drop()
         self._used, self._used_before = set(), self._used
-        for total in self._sums.values():
+        for total in self.of_parameters.values():
             total.zero_()

@@ -86,11 +86,8 @@ class LossLog:
         #: Whether such losses are replaced.
         self.filters = filters
         self._sums = DeviceSums(backend, floats=("loss",), integers=("steps", "nonfinite", "first_nonfinite"))
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The sums, to be fetched together with others."""
-        return self._sums.tensors
+        #: The sums, to be fetched together with others.
+        self.tensors = self._sums.tensors
 
     def add(self, loss: torch.Tensor, sync_gradients: bool) -> None:
         """Add the loss of a micro-step, of shape `()`. `sync_gradients` says whether it is the last of an optimizer step."""

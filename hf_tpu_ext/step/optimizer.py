@@ -1,9 +1,8 @@
 """AdamW whose step is one program for the whole run, with state that exists before the first step, and its gradients."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import partial
-from operator import attrgetter, is_, itemgetter
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -16,16 +15,6 @@ from .ema import WeightAverage
 
 # Of PyTorch's AdamW. The first two are other updates, and with the others state is on the device.
 _OTHER_OPTIONS = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
-
-
-@dataclass(frozen=True, eq=False)
-class _Update:
-    group: dict[str, Any]
-    parameter: torch.nn.Parameter
-    state: dict[str, torch.Tensor]
-
-    def __eq__(self, other: "_Update") -> bool:
-        return self.group is other.group and self.parameter is other.parameter and self.state is other.state
 
 
 class LazyAdamW(torch.optim.AdamW):
@@ -46,8 +35,8 @@ class LazyAdamW(torch.optim.AdamW):
         self.average: WeightAverage | None = None
         #: Whether the program of the step under way has updated the weights: [`~LazyAdamW.step`] then has nothing to do.
         self.is_done = False
-        #: What was updated last.
-        self.updated: Sequence[_Update] = ()
+        #: The states of the parameters that were updated last.
+        self.updated: Sequence[dict[str, torch.Tensor]] = ()
         # The row among those of a group in the numbers of the next update, by the identity of a parameter's state.
         self._row_of: dict[int, int] = {}
         # The parameters for which there was state when it was looked at last, and for how many.
@@ -159,7 +148,7 @@ class LazyAdamW(torch.optim.AdamW):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     state = self.state[parameter]
-                    self.updated.append(_Update(group, parameter, state))
+                    self.updated.append(state)
                     row = rows[first + self._row_of[id(state)]]
                     update_adamw(group, parameter, parameter.grad, state, row)
         if self.updated and self.average is not None:
@@ -182,17 +171,21 @@ class LazyAdamW(torch.optim.AdamW):
         """What an update reads and writes."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return [*parameters, *gradients, *self.kept]
+
+    @property
+    def kept(self) -> list[torch.Tensor]:
+        """What an update reads and writes besides parameters and gradients: moments, and the average of the weights."""
         moments = [state[name] for state in self.state.values() for name in ("exp_avg", "exp_avg_sq")]
-        return [*parameters, *gradients, *moments, *([] if self.average is None else self.average.values.values())]
+        return moments if self.average is None else [*moments, *self.average.values.values()]
 
     def count(self) -> None:
         """Count an update of what was updated last."""
         self._follow_state()
-        updates = self.updated
-        if len(updates) == len(self._known) and all(map(is_, map(attrgetter("state"), updates), self._known)):
+        if are_same(self.updated, self._known):
             self._counts += 1
-        elif updates:
-            torch._foreach_add_([update.state["step"] for update in updates], 1)
+        elif self.updated:
+            torch._foreach_add_([state["step"] for state in self.updated], 1)
 
     def settings(self) -> Hashable:
         """What the program of a step depends on besides tensors: equal where the program is."""
@@ -212,7 +205,7 @@ class LazyAdamW(torch.optim.AdamW):
     def _follow_state(self) -> None:
         """Keep all step counters in one tensor, also where the state is another than before."""
         states = self.state.values()
-        is_known = len(self._known) == len(states) and all(map(is_, self._known, states))
+        is_known = are_same(self._known, states)
         if is_known and all(map(is_, self._counters, map(itemgetter("step"), states))):
             return
         if not is_known:
@@ -223,6 +216,11 @@ class LazyAdamW(torch.optim.AdamW):
         self._counters = list(self._counts.unbind())
         for state, counter in zip(self._known, self._counters, strict=True):
             state["step"] = counter
+
+
+def are_same(states: Collection[Any], others: Collection[Any]) -> bool:
+    """Whether two collections hold the same objects in the same order."""
+    return len(states) == len(others) and all(map(is_, states, others))
 
 
 def update_adamw(

@@ -17,6 +17,8 @@ from hf_tpu_ext.layers.random_numbers import RandomNumbers
 class Unchanged:
     """A fingerprint that changes when it is told to."""
 
+    tensors = []
+
     def __init__(self):
         self.changed = self.reason = self.code = None
         self.noted = 0

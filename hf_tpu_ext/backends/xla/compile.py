@@ -1,5 +1,6 @@
 """`compile` on torch_xla: a function is traced twice, compared, and then run by the handle of its graph."""
 
+import os
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -66,7 +67,7 @@ class Executable:
     written: list[int]
     returned: list[int | None]
     form: Any
-    #: Graphs compiled so far when it was run last: torch_xla drops those that were not used for longest.
+    #: Graphs compiled so far when it was run last.
     compiles: int
     #: Whether a second trace was the same.
     checked: bool = False
@@ -87,6 +88,10 @@ class Executable:
         places = [place + len(self._constants) if isinstance(place, int) else next(own) for place in self.inputs]
         # It would give no tuple for a single one.
         return itemgetter(*places, 0)
+
+    def is_kept(self, compiles: int) -> bool:
+        """Whether torch_xla still has it, where so many graphs were compiled: it drops the one that was not used for longest."""
+        return compiles - self.compiles < int(os.environ.get("XLA_COMPILATION_CACHE_SIZE", 2048))
 
     def run(self, given: Sequence[torch.Tensor], aliased: Collection[int]) -> Any:
         """Run it with the state and data that are `given`. Those at places in `aliased` share their memory with others."""
@@ -234,27 +239,26 @@ class XLACompiledFunction(CompiledFunction):
         self._placements: tuple[str, ...] = ()
 
     def __call__(self, data: Mapping[Hashable, Any], run: Callable[..., Any], **fixed: Hashable) -> Any:
-        with self._copies.suspended():
-            self._backend.flush()
-            self.replays = False
-            if self.traced is None:
-                self._follow()
-            if self.traced is not None:
-                return self._run_traced(data, run, fixed)
-            tensors = [leaf for leaf in tree_leaves(dict(data)) if isinstance(leaf, torch.Tensor)]
-            try:
-                state = self._state()
-                key = (*fixed.items(), self._follow_placements(state))
-                key += tuple(describe_batch(data).items())
-                known = self._known.get(key)
-                if known is None or not known.checked or not self._backend.programs.keeps(known.compiles):
-                    return self._trace(key, known, data, tensors, run, fixed)
-                results = self._run_known(known, state, tensors)
-            except CannotReplay as error:
-                self.refuse(str(error))
-                return self._run_traced(data, run, fixed)
-            self.replays, known.compiles = True, self._backend.compiles()
-            return results
+        self._backend.flush()
+        self.replays = False
+        if self.traced is None:
+            self._follow()
+        if self.traced is not None:
+            return self._run_traced(data, run, fixed)
+        tensors = [leaf for leaf in tree_leaves(dict(data)) if isinstance(leaf, torch.Tensor)]
+        try:
+            state, compiles = self._state(), self._backend.compiles()
+            key = (*fixed.items(), self._follow_placements(state))
+            key += tuple(describe_batch(data).items())
+            known = self._known.get(key)
+            if known is None or not known.checked or not known.is_kept(compiles):
+                return self._trace(key, known, data, tensors, run, fixed)
+            results = self._run_known(known, state, tensors)
+        except CannotReplay as error:
+            self.refuse(str(error))
+            return self._run_traced(data, run, fixed)
+        self.replays, known.compiles = True, compiles
+        return results
 
     def _run_known(self, known: Executable, state: list[torch.Tensor], data: list[torch.Tensor]) -> Any:
         try:

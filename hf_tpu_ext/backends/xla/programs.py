@@ -1,6 +1,5 @@
 """Programs of torch_xla, and the buffers that they are given."""
 
-import os
 import weakref
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -53,12 +52,6 @@ class XLAPrograms(Programs):
         executable.take(results, given, aliased)
         for tensor, result in zip(traced.results[len(traced.written) :], results, strict=True):
             tensor.data = result
-
-    def keeps(self, compiles: int) -> bool:
-        """Whether a compiled program is still there; `compiles` is [`Backend.compiles`] when it was run last."""
-        # So many compiled programs torch_xla keeps before it drops the one that was not used for longest.
-        kept = int(os.environ.get("XLA_COMPILATION_CACHE_SIZE", 2048))
-        return self._backend.compiles() - compiles < kept
 
     def memory_of(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         on_device = [tensor for tensor in tensors if tensor.device.type == "xla"]

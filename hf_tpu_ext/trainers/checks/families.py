@@ -2,8 +2,8 @@
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.trainer_utils import unwrap_peft_model
 
-from ...errors import UserError
 from ...layers.attention import carries_state
 
 
@@ -63,12 +63,9 @@ def why_not_packed(model: nn.Module) -> str | None:
     return None
 
 
-def check_padding(model: nn.Module, length: int, columns: int) -> None:
-    """Refuse (`ValueError`) to pad batches of so many tokens a row to so many columns, where that would change a model's numbers."""
+def class_that_sees_padding(model: nn.Module) -> str | None:
+    """The class of a model to which padding is tokens, so that its numbers change with it; `None` where they do not."""
+    model = unwrap_peft_model(model)
     name = type(model).__name__
-    if length < columns and isinstance(model, PreTrainedModel) and {name, model.config.model_type} & SEES_PADDING:
-        raise UserError(
-            f"A batch of {length} tokens a row is padded to {columns} on XLA, and {name} sees padding as tokens: its numbers would change. "
-            f"Keep to rows of one length (tokenizer(..., padding='max_length', max_length={columns})), or train it on a GPU, or on the "
-            "CPU with use_cpu=True."
-        )
+    sees = isinstance(model, PreTrainedModel) and {name, model.config.model_type} & SEES_PADDING
+    return name if sees else None

@@ -48,7 +48,8 @@ class EntropyBonusMixin:
         return {**data, _COEF: self.backend.send(self.step_data()[_COEF])}
 
     def state_of_steps(self) -> list[Tensor]:
-        return [] if self._entropy_sums is None else [*self._entropy_sums.tensors.values()]
+        kept = super().state_of_steps()
+        return kept if self._entropy_sums is None else [*kept, *self._entropy_sums.tensors.values()]
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if not (self._entropy_bonus_enabled and self.backend.static_shapes):

@@ -23,7 +23,6 @@ from ...sharding.plan import place_model
 from ...step.masked_statistics import nanmax_of_all, nanmin_of_all, quantile_of_chosen
 from ...step.train_step import OF_EVALUATION
 from ..checks.upstream import upstream_names
-from ..run.programs import beside_batch, split_data
 from .arguments import count_rows_of_chips
 from .reward_functions import RewardsOnDevice, check_rewards
 from .rollouts import RolloutMixin, join_completions
@@ -160,16 +159,15 @@ class RewardedMixin(RolloutMixin):
             missing = wanted - len(part["input_ids"])
             # For the last part to be the same program: each row is by itself.
             part = {key: torch.cat([value, value[-1:].expand(missing, -1)]) for key, value in part.items()}
-            seed = beside_batch({"seed": self.seeds.beside(start)})
-            sent = self._send_rows(part, whole=wanted % self.backend.num_chips != 0, beside=seed)
-            made.append(self._passes[key](sent, run))
+            seed, whole = {"seed": self.seeds.beside(start)}, wanted % self.backend.num_chips != 0
+            with self.copies.not_made():
+                made.append(self._passes[key](self._send_rows(part, wanted, seed, whole), run))
         return torch.cat(self.backend.fetch(made))[:rows]
 
     def _compile_pass(self, model: nn.Module, compute: Callable[[dict[str, Tensor]], Tensor]) -> CompiledFunction:
-        def compute_seeded(data: dict[Hashable, Tensor]) -> Tensor:
-            numbers, batch = split_data(data)
-            with RandomNumbers(numbers["seed"]):
-                return compute(batch)
+        def compute_seeded(data: dict[str, dict[str, Tensor]]) -> Tensor:
+            with RandomNumbers(data["numbers"]["seed"]):
+                return compute(data["batch"])
 
         return self.programs.compile(compute_seeded, [model], _METHODS, training=model.training)
 

@@ -190,20 +190,20 @@ class RolloutMixin(RolloutCheckpoints):
             self.status.count({"input_ids": ids, "attention_mask": mask})
 
     def send_batch(
-        self, inputs: list[dict[str, Any]], beside: Mapping[Hashable, Tensor] | None = None
-    ) -> dict[Hashable, Any]:
+        self, inputs: list[dict[str, Any]], numbers: Mapping[str, Any] | None = None
+    ) -> dict[str, dict[Hashable, Any]]:
         phase = "rollout" if self.model.training else "eval"
         with self.phase(phase), self._on_host():
             batch = upstream_behind(type(self))._prepare_inputs(self, inputs)
         self.check_ranges(batch)
         columns = batch["prompt_ids"].shape[1] + batch["completion_ids"].shape[1]
-        beside = {**self.by_length.data(columns), **(beside or {})}
+        by_length = self.by_length.data(columns)
         # As long for all processes.
         (width,) = self.backend.processes.most([self._width_of(batch)])
         batch = self._pad_batch(self._arrange_rows(batch), width)
         self._count_tokens(batch)
         rows, prompt = batch["prompt_ids"].shape
-        sent = self._send_rows(batch, whole=rows % self.backend.num_chips != 0, beside=beside)
+        sent = self._send_rows({**batch, **by_length}, rows, numbers, whole=rows % self.backend.num_chips != 0)
         self.batch_shape = rows, prompt + batch["completion_ids"].shape[1]
         return sent
 

@@ -1,6 +1,6 @@
 """Log-probs of a preference trainer's reference, computed ahead of training (`precompute_ref_log_probs`) and kept."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 
 from ...atomic_write import write_atomically
 from ...backends.compiled_function import CompiledFunction
+from ...data import count_rows
 from ..checks.upstream import upstream_names
 
 
@@ -116,9 +117,9 @@ class ReferenceLogProbsMixin:
                 self._write_log_probs(path, part, rows, compute, bar)
 
     def _compile_reference(self, model: nn.Module) -> CompiledFunction:
-        def compute(data: dict[str, Tensor]) -> tuple[Tensor | None, ...]:
+        def compute(data: dict[str, dict[Hashable, Tensor]]) -> tuple[Tensor | None, ...]:
             with self.by_length.told(), self.compute_loss_context_manager(), self.models_compiled():
-                computed = self.compute_ref_log_probs(model, self.by_length.take(dict(data)))
+                computed = self.compute_ref_log_probs(model, self.by_length.take(data["batch"]))
                 self.by_length.forget()
             return computed
 
@@ -134,7 +135,9 @@ class ReferenceLogProbsMixin:
         run, computed = partial(self.programs.end, "reference step", "reference log-probs before training"), []
         for batch in loader:
             self.check_ranges(batch)
-            computed.append(compute(self._send_rows(batch, beside=self.data_by_length(batch)), run))
+            data = {**batch, **self.data_by_length(batch)}
+            with self.copies.not_made():
+                computed.append(compute(self._send_rows(data, count_rows(batch)), run))
             bar.update(min(rows, len(part) - rows * (len(computed) - 1)))
         fetched = self.backend.fetch(computed)
         columns = {

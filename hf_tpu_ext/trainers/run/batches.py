@@ -26,7 +26,7 @@ from ...data import (
 from ...errors import UserError
 from ...layers.batch_length import BatchLength
 from ..checks.datasets import named_datasets
-from ..checks.families import check_padding
+from ..checks.families import class_that_sees_padding
 from ..checks.upstream import upstream_of
 from ..configs import PaddedArguments
 from .images import ImagesMixin
@@ -168,18 +168,20 @@ class BatchesMixin(ImagesMixin):
     def find_lengths_asked_for(self) -> None:
         """Find what models derive from the length of a batch, and refuse (`ValueError`) where that is not known."""
         longest = max(self.step_lengths) if self.lengths else None
-        self.by_length = BatchLength([self.model, *self.other_models()], longest)
+        self.by_length = BatchLength([self.model, *self.other_models()], longest, class_that_sees_padding(self.model))
         if self.by_length.scaled is None:
             return
         writes = self.predicted_text is not None or vars(self.args).get("show_samples")
         if self.generates or (writes and "dynamic" in self.by_length.scaled[0]):
             raise UserError(_why_not_scaled(*self.by_length.scaled, "a model writes text"))
 
-    def shape_batch(self, inputs: dict[str, Any], rows_of_example: int | None = None) -> tuple[dict[str, Any], int]:
+    def shape_batch(
+        self, inputs: dict[str, Any], rows_of_example: int | None = None
+    ) -> tuple[dict[str, Any], int, int]:
         """
         Give a batch on the host a shape that a program is there for, or will be. Returns the batch, completed if that
-        is possible, and the rows that a batch should have, of which so many are one example if that is known. Ever new shapes
-        are a `ValueError`.
+        is possible, its rows, and those that a batch should have, of which so many are one example if that is known. Ever new
+        shapes are a `ValueError`.
         """
         mode, wanted = (
             ("train", self._train_batch_size) if self.model.training else ("eval", self.args.eval_batch_size)
@@ -194,7 +196,7 @@ class BatchesMixin(ImagesMixin):
             if reason is None and rows_of_example > 1:
                 reason = f"{rows_of_example} rows are one example"
             if reason is None:
-                inputs = pad_rows(inputs, wanted, self._pad_token_id)
+                inputs, rows = pad_rows(inputs, wanted, self._pad_token_id), wanted
             else:
                 guards = self._last_batch_guards
                 if mode not in self._said:
@@ -204,11 +206,12 @@ class BatchesMixin(ImagesMixin):
                         f"The last batch has {rows} of {wanted} rows and is not padded, which compiles one more {what} "
                         f"graph: {reason}. dataloader_drop_last=True drops such batches."
                     )
-        inputs = self._agree_on_shape(inputs)
+        if self.backend.processes.row_shards > 1:
+            inputs = self._agree_on_shape(inputs)
         guards[mode].check(inputs)
         if mode == "train" and "columns" not in self._said and self._has_padded_columns(inputs):
             self._say_padded(inputs)
-        return inputs, wanted
+        return inputs, rows, wanted
 
     def count_examples(self, inputs: Mapping[str, Any]) -> int:
         """Number of examples of a batch as it came from the data, once it was sent. A pair is two rows and one example."""
@@ -218,8 +221,6 @@ class BatchesMixin(ImagesMixin):
 
     def _agree_on_shape(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Give a batch on the host the shape that those of other processes have: the greatest of their declared lengths."""
-        if self.backend.processes.row_shards == 1:
-            return batch
         rows = count_rows(batch)
         has_length = bool(self.lengths) and "input_ids" in batch
         most, least, length = self.backend.processes.most([rows, -rows, length_of(batch) if has_length else 0])
@@ -256,28 +257,25 @@ class BatchesMixin(ImagesMixin):
         logger.warning(f"Rows are padded to {length_of(batch)} tokens ({padded}): {reason}.")
 
     def send_batch(
-        self, inputs: dict[str, Any], beside: Mapping[Hashable, torch.Tensor] | None = None
-    ) -> dict[Hashable, Any]:
+        self, inputs: dict[str, Any], numbers: Mapping[str, Any] | None = None
+    ) -> dict[str, dict[Hashable, Any]]:
         """As [`~BatchesMixin._send_rows`], of a batch as it comes from the data."""
         self.check_ranges(inputs)
         ragged = {key: value for key, value in inputs.items() if not self._is_unread_text(key, value)}
-        rows_of_example = (
-            max(1, count_rows(inputs) // inputs.num_examples) if isinstance(inputs, CollatedBatch) else None
-        )
-        batch, wanted = self.shape_batch(ragged, rows_of_example)
+        collated = isinstance(inputs, CollatedBatch)
         # A collator of the caller's may yield more rows than it was given.
-        rows = count_rows(batch)
-        if self.status is not None and self.model.training:
+        batch, rows, wanted = self.shape_batch(ragged, inputs.rows_of_example if collated else None)
+        if self.status is not None and self.model.training and "input_ids" in batch:
             # With the columns that all processes have agreed on, by which these are added up.
-            self.status.count(pad_columns(ragged, length_of(batch), self._pad_token_id), rows)
-        if isinstance(inputs, CollatedBatch) and "input_ids" in batch:
+            self.status.count(ragged, batch["input_ids"].shape)
+        if collated and "input_ids" in batch:
             # What was not padded before may be now, to the length of other processes.
             dim, length = inputs.padded.get("input_ids", (1, inputs["input_ids"].shape[1]))
-            columns = batch["input_ids"].shape[dim]
-            self.by_length.check_columns(length, columns)
-            check_padding(unwrap_peft_model(self.model), length, columns)
-        beside = {**self.data_by_length(inputs), **(beside or {})}
-        return self._send_rows(batch, whole=rows <= wanted and rows % self.backend.num_chips != 0, beside=beside)
+            if length < (columns := batch["input_ids"].shape[dim]):
+                self.by_length.check_columns(length, columns)
+        if self.by_length.asks:
+            batch = {**batch, **self.data_by_length(inputs)}
+        return self._send_rows(batch, rows, numbers, whole=rows <= wanted and rows % self.backend.num_chips != 0)
 
     def data_by_length(self, inputs: Mapping[str, Any]) -> dict[Hashable, torch.Tensor]:
         """What goes to the device with a batch because models ask for its length, see [`BatchLength`]."""
@@ -298,22 +296,26 @@ class BatchesMixin(ImagesMixin):
         return not self._reads_texts and key not in keys_of_a_step(type(self))
 
     def _send_rows(
-        self, batch: dict[str, Any], whole: bool = False, beside: Mapping[Hashable, torch.Tensor] | None = None
-    ) -> dict[Hashable, Any]:
+        self,
+        batch: dict[Hashable, Any],
+        rows: int,
+        numbers: Mapping[str, Any] | None = None,
+        whole: bool = False,
+    ) -> dict[str, dict[Hashable, Any]]:
         """
-        Send a batch of a declared shape, with its rows split over the chips, or with all of them to every chip. Numbers
-        `beside` it go in the same transfer and are among what is returned.
+        Send a batch of a declared shape, with its rows split over the chips, or with all of them to every chip. Tensors among
+        `numbers` go in the same transfer. Returns both, by `"batch"` and `"numbers"`.
         """
         self.note_batch(batch)
-        given = {**batch, **(beside or {})}
-        sent = self.backend.send(given) if whole else self.backend.send_rows(given, count_rows(batch))
+        data = {"batch": dict(batch), "numbers": dict(numbers or {})}
+        sent = self.backend.send(data) if whole else self.backend.send_rows(data, rows)
         self.agreement.batch_sent()
         return sent
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         if not self.backend.static_shapes:
             return super()._prepare_inputs(inputs)
-        sent = dict(inputs) if isinstance(inputs, SentBatch) else self.send_batch(inputs)
+        sent = inputs if isinstance(inputs, SentBatch) else self.send_batch(inputs)["batch"]
         if self.backend.manual_sharding.active:
             rows = count_rows(sent)
             sent = {

@@ -123,7 +123,7 @@ class EagerSteps(TrainerCallback):
         if trainer.generates:
             # What it writes is no part of the step. Upstream's step begins so, too.
             model.train()
-            inputs = SentBatch(trainer.send_batch(inputs))
+            inputs = SentBatch(trainer.send_batch(inputs)["batch"])
             self.data = self._backend.send(numbers)
         self._under_way = OPTIMIZER_STEP if sync_gradients else MICRO_STEP
         loss = step(model, inputs, num_items_in_batch)

@@ -11,7 +11,7 @@ from torch import nn
 from ...backends.compiled_function import CompiledFunction
 from ...layers.random_numbers import RandomNumbers
 from ...step.metrics import DeviceSums
-from .programs import beside_batch, split_data
+from .programs import SentBatch
 from .user_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP
 
 
@@ -36,9 +36,8 @@ class EvaluationSteps:
         self._begin_at_batch: Callable[[], None] | None = None
         # Batches since the last micro-step of training, each of which draws other random numbers.
         self._number = 0
-        # What computes the batch under way, and the names of what it is called with.
+        # What computes the batch under way.
         self._trace: Callable[..., Any] | None = None
-        self._given: tuple[str, ...] = ()
         #: Numbers that the batch under way has on the device, besides its own.
         self.data: dict[str, torch.Tensor] | None = None
 
@@ -76,7 +75,7 @@ class EvaluationSteps:
                 METHODS_OF_A_PREDICTION,
                 state=self._tensors,
                 why_not=why_not,
-                settings=lambda: {"preprocess_logits_for_metrics": self._preprocess},
+                settings=self._settings,
             )
 
     def forget(self) -> None:
@@ -93,27 +92,23 @@ class EvaluationSteps:
             self._begin_at_batch()
         what = "evaluation" if kind == EVALUATION_STEP else "prediction"
         run_traced = partial(self._programs.end, kind, f"{what} after step {self._programs.done}")
-        sent = {name: value for name, value in data.items() if isinstance(value, torch.Tensor)}
         if self._compiled is None or not self._under_way:
             # A user may also call upstream's `prediction_step`, with the model as it is.
-            made = trace(inputs, **{**data, **self._backend.send(sent)})
+            made = trace(inputs, **self._backend.send(data))
             run_traced()
             return made
         self._number += 1
-        sent["seed"] = trainer.seeds.beside(self._number)
+        self._trace = trace
         with trainer.copies.not_made():
-            batch = trainer.send_batch(inputs, beside_batch(sent))
-            of_evaluation = trainer.data_of_evaluation()
-        self._trace, self._given = trace, (*data, "seed")
-        return self._compiled({**beside_batch({**data, **of_evaluation}), **batch}, run_traced, kind=kind)
+            sent = trainer.send_batch(inputs, {**data, "seed": trainer.seeds.beside(self._number)})
+            return self._compiled({**sent, "of_evaluation": trainer.data_of_evaluation()}, run_traced, kind=kind)
 
-    def _run_batch(self, data: dict[Any, Any], kind: str) -> Any:
+    def _run_batch(self, data: dict[str, dict[Any, Any]], kind: str) -> Any:
         """What is compiled."""
-        numbers, batch = split_data(data)
-        self.data = {name: value for name, value in numbers.items() if name not in self._given}
+        numbers, self.data = dict(data["numbers"]), data["of_evaluation"]
         try:
-            with RandomNumbers(numbers["seed"]):
-                return self._trace(batch, **{name: numbers[name] for name in self._given if name != "seed"})
+            with RandomNumbers(numbers.pop("seed")):
+                return self._trace(SentBatch(data["batch"]), **numbers)
         finally:
             self.data = None
 
@@ -124,7 +119,13 @@ class EvaluationSteps:
             return "preprocess_logits_for_metrics is user code; step_replay=True if it does the same at every step"
         return self._programs.why_traced(models, METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP)
 
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "preprocess_logits_for_metrics": self._preprocess,
+            "how the trainer computes": self._trainer.settings_of_programs(),
+        }
+
     def _tensors(self) -> list[torch.Tensor]:
         """What a batch reads and changes, besides the model; always in the same order."""
         sums = [] if self._sums is None else self._sums.tensors.values()
-        return [*sums, *self._trainer.metric_sums("eval").values()]
+        return [*sums, *self._trainer.metric_tensors["eval"].values()]

@@ -41,9 +41,12 @@ class MetricsMixin:
         # What the loss has appended, by mode.
         self._appended_metrics: dict[str, set[str]] = {"train": set(), "eval": set()}
         self._metric_sums: dict[str, DeviceSums] = {}
+        #: The sums that a training step changes, or a batch of an evaluation, by mode and name, always in the same order.
+        self.metric_tensors: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
         if self._metric_names and self.backend.metrics_on_device:
             sums = [of_name for name in self._metric_names for of_name in (name, _count(name))]
             self._metric_sums = {mode: DeviceSums(self.backend, sums, (NUM_TOKENS,)) for mode in ("train", "eval")}
+            self.metric_tensors = {mode: kept.tensors for mode, kept in self._metric_sums.items()}
 
     @property
     def _kept_metrics(self) -> dict[str, dict[str, list]]:
@@ -108,11 +111,7 @@ class MetricsMixin:
         if not self._metric_sums:
             return {}
         # An evaluation shows the tokens trained on so far, too.
-        return {**self._metric_sums[mode].tensors, NUM_TOKENS: self._metric_sums["train"].tensors[NUM_TOKENS]}
-
-    def metric_sums(self, mode: str) -> dict[str, Tensor]:
-        """The sums that a training step changes, or a batch of an evaluation (`mode`), by name, always in the same order."""
-        return self._metric_sums[mode].tensors if self._metric_sums else {}
+        return {**self.metric_tensors[mode], NUM_TOKENS: self.metric_tensors["train"][NUM_TOKENS]}
 
     def take_metrics(self, mode: str, fetched: dict[str, Tensor]) -> None:
         """Put the means where upstream's `log` looks for them, and start anew. `fetched` is what `logged_metrics` gave, on the CPU."""

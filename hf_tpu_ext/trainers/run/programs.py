@@ -1,6 +1,6 @@
 """Functions of a trainer that run as compiled programs, and what guards these."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,28 +26,8 @@ from .user_code import (
 logger = logging.get_logger(__name__)
 
 
-# How the names of numbers begin that are sent with a batch, whose columns have any names.
-_NUMBER = "a number beside the batch"
-
-
 class SentBatch(dict):
     """A batch that is on the device."""
-
-
-def beside_batch(numbers: dict[str, Any]) -> dict[Hashable, Any]:
-    """Numbers by the names that they are sent with a batch by."""
-    return {(_NUMBER, name): value for name, value in numbers.items()}
-
-
-def split_data(data: Mapping[Hashable, Any]) -> tuple[dict[str, Any], SentBatch]:
-    """The numbers beside a batch, and the batch."""
-    numbers, batch = {}, SentBatch()
-    for key, value in data.items():
-        if isinstance(key, tuple) and key[0] == _NUMBER:
-            numbers[key[1]] = value
-        else:
-            batch[key] = value
-    return numbers, batch
 
 
 def warn_traced(reason: str, training: bool = True) -> None:
@@ -108,7 +88,7 @@ class TrainerPrograms:
         methods: tuple[str, ...],
         state: Callable[[], list[torch.Tensor]] = list,
         why_not: Callable[[], str | None] | None = None,
-        settings: Callable[[], dict[str, Any]] = dict,
+        settings: Callable[[], dict[str, Any]] | None = None,
         training: bool = False,
         on_change: Callable[[], None] | None = None,
         warn: Callable[[str], None] | None = None,
@@ -130,7 +110,7 @@ class TrainerPrograms:
                 Says, now and after a change, why each call is to be traced, as a clause; by default
                 [`~TrainerPrograms.why_traced`].
             settings (`Callable[[], dict[str, Any]]`, *optional*):
-                What else it depends on, by the names that people are shown.
+                What else it depends on, by the names that people are shown; by default how the trainer computes.
             training (`bool`, *optional*, defaults to `False`):
                 Whether it trains the model.
             on_change (`Callable[[], None]`, *optional*):
@@ -151,14 +131,14 @@ class TrainerPrograms:
         fingerprint = StepFingerprint(
             models,
             note,
-            lambda: settings() | {"how the trainer computes": trainer.settings_of_programs()},
+            settings or (lambda: {"how the trainer computes": trainer.settings_of_programs()}),
             why_not,
             training,
             trusts_code,
         )
         compiled = programs.compile(
             function,
-            lambda: [*fingerprint.tensors, *state()],
+            state,
             fingerprint,
             trainer.copies.context,
             draws_on_host=trusts_code,

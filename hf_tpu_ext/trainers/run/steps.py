@@ -85,8 +85,8 @@ class StepsMixin:
         return {"micro_steps": torch.tensor(float(self.current_gradient_accumulation_steps))}
 
     def state_of_steps(self) -> list[torch.Tensor]:
-        """Tensors that a training step reads and changes, besides those of the model, the optimizer and the metrics."""
-        return []
+        """Tensors that a training step reads and changes, besides those of the model and the optimizer, in the same order."""
+        return [*self.loss_log.tensors.values(), *self.metric_tensors["train"].values()]
 
     def settings_of_programs(self) -> Hashable:
         """What programs depend on besides tensors, arguments and the optimizer: another value, another program."""

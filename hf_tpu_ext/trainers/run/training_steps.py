@@ -14,14 +14,13 @@ from ...errors import UserError
 from ...layers.activation_checkpointing import checkpoint_as_upstream, rematerialize
 from ...layers.random_numbers import RandomNumbers
 from ...step.gradients import StepGradients
-from ...step.optimizer import LazyAdamW
+from ...step.optimizer import LazyAdamW, are_same
 from ...step.train_step import MICRO_STEP, OPTIMIZER_STEP, train_step
 from .compiled_layers import CompiledLayers
-from .programs import beside_batch, split_data
+from .programs import SentBatch
 from .user_code import (
     METHODS_OF_A_STEP,
     find_code_between_stages,
-    places_between_stages,
     sees_micro_steps,
 )
 
@@ -65,8 +64,10 @@ class TrainingSteps(TrainerCallback):
         self._forward_backward: Callable[..., torch.Tensor] | None = None
         # What compiles layers where steps are not compiled whole, but run by operators.
         self._compiled_layers = CompiledLayers(trainer.backend)
-        # Where code of the user's may run between the stages of a step, as it was when that was looked at last.
-        self._places: Hashable = None
+        # The optimizer of the run, and where code of the user's may run between the stages of a step, as it was when that was
+        # looked at last.
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._places: dict[str, Hashable] = {}
         # Whether code of the user's runs between micro-steps.
         self._shows_gradients = False
 
@@ -86,10 +87,6 @@ class TrainingSteps(TrainerCallback):
         """Whether what `run` returns to upstream's loop is a zero on the host."""
         return self.compiled is not None
 
-    @property
-    def _optimizer(self) -> torch.optim.Optimizer:
-        return self._trainer.plain_optimizer
-
     # ---- A run ----
 
     def on_train_begin(self, args, state, control, model, optimizer, **kwargs):
@@ -98,15 +95,16 @@ class TrainingSteps(TrainerCallback):
         with self._layers.in_place():
             self._checkpoint_layers()
         with self._layers.as_a_loop():
-            self._begin_run(optimizer.optimizer)
+            self._begin_run()
 
-    def _begin_run(self, optimizer: torch.optim.Optimizer) -> None:
+    def _begin_run(self) -> None:
         self._evaluations.forget()
-        if isinstance(optimizer, LazyAdamW):
-            optimizer.create_state()
+        self._note_places(self._find_places())
+        if isinstance(self._optimizer, LazyAdamW):
+            self._optimizer.create_state()
         self._averaging.begin()
         self.make_gradients()
-        self._copies.separate(self._model, optimizer)
+        self._copies.separate(self._model, self._optimizer)
         self._compile()
         self._trainer.begin_watch()
         self._trainer.reset_upstream_loss()
@@ -148,13 +146,24 @@ class TrainingSteps(TrainerCallback):
         optimizer step. `forward_backward` is called with the arguments of upstream's `training_step`, the tensors of which are on the
         device. Returned is what upstream adds to the loss that it would log: 0 where [`LossLog`] keeps the loss.
         """
-        trainer = self._trainer
-        self.gradients.take_back()
-        self._follow_optimizer()
-        self.grad_norm = None
-        numbers = {**numbers, "seed": trainer.seeds.next()}
-        if self.compiled is None:
-            return self._run_stages(model, inputs, num_items_in_batch, numbers, sync_gradients, forward_backward)
+        with self._copies.not_made():
+            if self.gradients.are_shown:
+                self.gradients.take_back()
+            self._follow_places()
+            self.grad_norm = None
+            numbers = {**numbers, "seed": self._trainer.seeds.next()}
+            run = self._run_stages if self.compiled is None else self._run_program
+            return run(model, inputs, num_items_in_batch, numbers, sync_gradients, forward_backward)
+
+    def _run_program(
+        self,
+        model,
+        inputs,
+        num_items_in_batch,
+        numbers: dict[str, Any],
+        sync_gradients: bool,
+        forward_backward: Callable,
+    ) -> torch.Tensor:
         if not model.training:
             # Upstream does so at each step.
             model.train()
@@ -163,11 +172,8 @@ class TrainingSteps(TrainerCallback):
             numbers["update"] = optimizer.numbers()
         numbers["num_items_in_batch"] = num_items_in_batch
         # Fewer at the end of an epoch; upstream divides some losses by it.
-        numbers["accumulation"] = trainer.current_gradient_accumulation_steps
-        with self._copies.not_made():
-            named = beside_batch(numbers)
-            tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
-            data = named | trainer.send_batch(inputs, tensors)
+        numbers["accumulation"] = self._trainer.current_gradient_accumulation_steps
+        data = self._trainer.send_batch(inputs, numbers)
         self._forward_backward = forward_backward
         results = self.compiled(data, partial(self._end_program, sync_gradients), sync_gradients=sync_gradients)
         if sync_gradients:
@@ -182,7 +188,7 @@ class TrainingSteps(TrainerCallback):
     def _check_updates(self, updated: Sequence[Any]) -> None:
         """What is counted as updated holds for every program of this state: none may update other parameters."""
         before, self._updated = self._updated, updated
-        if before is not None and before is not self._updated and before != self._updated:
+        if before is not None and before is not updated and not are_same(before, updated):
             self.compiled.refuse("the step updates other parameters than before")
 
     def _end_program(self, sync_gradients: bool, run: Callable[[], Any] | None = None) -> Any:
@@ -193,10 +199,9 @@ class TrainingSteps(TrainerCallback):
             return None
         return self._programs.end(kind, f"step {self._programs.done + 1}", run=run)
 
-    def _train_step(self, data: dict[Any, Any], sync_gradients: bool) -> dict[str, torch.Tensor]:
+    def _train_step(self, data: dict[str, dict[Any, Any]], sync_gradients: bool) -> dict[str, torch.Tensor]:
         """What is compiled."""
-        numbers, batch = split_data(data)
-        self.data = numbers
+        self.data = numbers = data["numbers"]
         if self.compiled.traced is not None:
             # Nothing else looks at what has changed.
             self._prepare_model()
@@ -208,7 +213,7 @@ class TrainingSteps(TrainerCallback):
                 self._trainer.clip_gradients,
                 self._optimizer.update if self.compiled.traced is None else self._optimizer.update_by_itself,
                 self._model,
-                batch,
+                SentBatch(data["batch"]),
                 numbers,
                 sync_gradients,
             )
@@ -231,11 +236,7 @@ class TrainingSteps(TrainerCallback):
         self._prepare_model()
         self._under_way = OPTIMIZER_STEP if sync_gradients else MICRO_STEP
         self.data, num_items_in_batch = self._backend.send(numbers), self._backend.send(num_items_in_batch)
-        with (
-            self._copies.not_made(),
-            self._random_numbers(self.data["seed"]),
-            self.gradients.micro_step(sync_gradients),
-        ):
+        with self._random_numbers(self.data["seed"]), self.gradients.micro_step(sync_gradients):
             loss = self.gradients.over_chips(forward_backward(model, inputs, num_items_in_batch))
         if not sync_gradients:
             self.gradients.show()
@@ -273,7 +274,6 @@ class TrainingSteps(TrainerCallback):
             raise UserError(f"compile_step='step' is not possible: {reason}. Leave it out, or set it to 'layers'.")
         if reason is not None and (wanted is not False or self._backend.compiles_functions):
             self._warn(reason)
-        self._note_places(places_between_stages(self._trainer))
         if self._why_stages() is not None:
             return
         self.compiled = self._programs.compile(
@@ -312,15 +312,27 @@ class TrainingSteps(TrainerCallback):
             or self._programs.why_traced(models, METHODS_OF_A_STEP)
         )
 
-    def _follow_optimizer(self) -> None:
+    def _find_places(self) -> dict[str, Hashable]:
+        """Where code of the user's may run between the backward pass and the update, by the names that people are shown."""
+        optimizer = self._trainer.plain_optimizer
+        return {
+            "the optimizer": id(optimizer),
+            "the hooks of the optimizer": (
+                len(optimizer._optimizer_step_pre_hooks),
+                len(optimizer._optimizer_step_post_hooks),
+            ),
+            "the callbacks": tuple(map(id, self._callbacks.callbacks)),
+            "the methods of the trainer": tuple(name in vars(self._trainer) for name in METHODS_OF_A_STEP),
+        }
+
+    def _follow_places(self) -> None:
         """Go on with an optimizer that a callback has put in the place of the run's own, and with callbacks that it has added."""
+        if (places := self._find_places()) == self._places:
+            return
+        self._note_places(places)
         self._averaging.follow_optimizer()
         if self.compiled is None:
             return
-        places = places_between_stages(self._trainer)
-        if places == self._places:
-            return
-        self._note_places(places)
         if (reason := self._why_stages()) is None:
             self._optimizer.create_state()
             return
@@ -330,8 +342,8 @@ class TrainingSteps(TrainerCallback):
             reason = f"the optimizer was replaced by {type(self._optimizer).__name__}"
         self._warn(reason)
 
-    def _note_places(self, places: Hashable) -> None:
-        self._places = places
+    def _note_places(self, places: dict[str, Hashable]) -> None:
+        self._places, self._optimizer = places, self._trainer.plain_optimizer
         self._shows_gradients = sees_micro_steps(self._callbacks.callbacks)
 
     def _prepare_model(self) -> None:
@@ -351,18 +363,11 @@ class TrainingSteps(TrainerCallback):
 
     def _tensors(self) -> list[torch.Tensor]:
         """What a step reads and changes, besides the model; always in the same order."""
-        trainer = self._trainer
-        tensors = [*self.gradients.tensors, *trainer.loss_log.tensors.values(), *trainer.metric_sums("train").values()]
-        for state in self._optimizer.state.values():
-            tensors += [state["exp_avg"], state["exp_avg_sq"]]
-        tensors += self._averaging.tensors.values()
-        tensors += trainer.state_of_steps()
-        return tensors
+        return [*self.gradients.tensors, *self._optimizer.kept, *self._trainer.state_of_steps()]
 
     def _settings(self) -> dict[str, Any]:
-        optimizer = self._optimizer
         return {
-            "the optimizer": id(optimizer),
-            "settings of the optimizer, or which parameters it updates,": optimizer.settings(),
-            "the callbacks": tuple(map(id, self._callbacks.callbacks)),
+            **self._places,
+            "settings of the optimizer, or which parameters it updates,": self._optimizer.settings(),
+            "how the trainer computes": self._trainer.settings_of_programs(),
         }

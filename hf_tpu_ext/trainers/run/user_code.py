@@ -5,7 +5,7 @@ import inspect
 import sys
 import sysconfig
 import textwrap
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, cached_property, partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -219,18 +219,6 @@ def find_own_code(
         or _in_hooks(models)
         or _in_optimizer(trainer.optimizer if trains else None)
         or _in_namespaces(namespaces_of_a_step(trainer, models))
-    )
-
-
-def places_between_stages(trainer: Trainer) -> Hashable:
-    """Where code of the user's may run between the backward pass and the update, to be compared at each step."""
-    optimizer = trainer.optimizer.optimizer
-    return (
-        id(optimizer),
-        len(optimizer._optimizer_step_pre_hooks),
-        len(optimizer._optimizer_step_post_hooks),
-        tuple(map(id, trainer.callback_handler.callbacks)),
-        tuple(name in vars(trainer) for name in METHODS_OF_A_STEP),
     )
 
 

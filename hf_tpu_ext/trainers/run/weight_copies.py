@@ -19,6 +19,10 @@ class WeightCopies:
         self._backend = backend
         #: Entered during runs with code of the user's between steps, where programs are compiled.
         self.context = backend.programs.real_copies() if backend.traces_steps else None
+        #: Makes a context of code that runs thousands of operators and keeps nothing.
+        self.not_made: Callable[[], AbstractContextManager] = nullcontext
+        if self.context is not None:
+            self.not_made = self.context.suspended
 
     def real(self, objects: Iterable[object], functions: Iterable[Callable | None]) -> AbstractContextManager:
         """
@@ -30,10 +34,6 @@ class WeightCopies:
             function is None for function in functions
         )
         return nullcontext() if self.context is None or never else self.context
-
-    def not_made(self) -> AbstractContextManager:
-        """Context of code that runs thousands of operators and keeps nothing."""
-        return nullcontext() if self.context is None else self.context.suspended()
 
     def separate(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Give copies of weights and moments that were made before this run memory of their own."""
