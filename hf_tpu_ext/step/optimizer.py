@@ -33,7 +33,7 @@ class LazyAdamW(torch.optim.AdamW):
         self._backend = backend
         #: An average of the weights, which a step updates as well.
         self.average: WeightAverage | None = None
-        #: Whether the program of the step under way has updated the weights: [`~LazyAdamW.step`] then has nothing to do.
+        #: Whether the program of the step under way has updated the weights: [`~LazyAdamW.step`] then counts that only.
         self.is_done = False
         #: The states of the parameters that were updated last.
         self.updated: Sequence[dict[str, torch.Tensor]] = ()
@@ -104,11 +104,10 @@ class LazyAdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.is_done:
-            self.is_done = False
-        else:
+        if not self.is_done:
             self.update_by_itself(self._backend.send(self.numbers()))
-            self.count()
+        self.is_done = False
+        self._count()
         return loss
 
     # ---- An update: its numbers on the host, its operators, its counters ----
@@ -179,7 +178,7 @@ class LazyAdamW(torch.optim.AdamW):
         moments = [state[name] for state in self.state.values() for name in ("exp_avg", "exp_avg_sq")]
         return moments if self.average is None else [*moments, *self.average.values.values()]
 
-    def count(self) -> None:
+    def _count(self) -> None:
         """Count an update of what was updated last."""
         self._follow_state()
         if are_same(self.updated, self._known):

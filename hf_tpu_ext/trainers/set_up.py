@@ -108,6 +108,12 @@ class SetUpMixin:
         self.programs = TrainerPrograms(self)
         self._arrange_batches()
         self.chips = Chips(self.backend, self.compiled.args, self.compiled.mesh)
+        #: Whether a training step is one program, where nothing stands in its way.
+        self.compiles_steps = self.backend.traces_steps or (
+            self.backend.compiles_functions
+            and self.compile_step in ("auto", "step")
+            and not self.backend.splits_weights
+        )
         if self.backend.splits_weights:
             check_split(args.mesh, self.generates, quantization is not None)
         self._arrange_saving()

@@ -20,10 +20,10 @@ from ..detect import local_chips, show_chips, tpu_kind
 from ..host import enable_hugepages, peak_of_process
 from ..processes import Processes
 from ..streamed import StreamedTensor, streamed
-from .compile_cache import XLACompileCache, metric
-from .graphs import REPLAYS, pending
+from .compile_cache import XLACompileCache
+from .graphs import pending
 from .hosts import hosts_of_slice, join_hosts, order_by_host, read_split
-from .insight import XLAInsight
+from .insight import XLAInsight, compile_seconds
 from .kernels import XLAKernels
 from .loops import XLALoops
 from .operators import register_operators
@@ -310,19 +310,10 @@ class XLABackend(XLACompileCache):
         return partial(met.counter_value, "UncachedCompile")
 
     def compile_seconds(self) -> float:
-        timed = map(met.metric_data, ("CompileTime", "PersistentCacheLoad"))
-        return sum(data[1] for data in timed if data is not None) / 1e9
+        return compile_seconds()
 
     def counters(self) -> Counters:
-        return Counters(
-            compiles=metric("CompileTime")[0],
-            compile_seconds=self.compile_seconds(),
-            executions=metric("ExecuteTime")[0] + metric("ExecuteReplicatedTime")[0],
-            reads=metric("TransferFromDeviceTime")[0],
-            fallbacks=sum(self.insight.operators_on_host().values()),
-            replays=met.counter_value(REPLAYS) or 0,
-            loads=met.counter_value("PersistentCacheHit") or 0,
-        )
+        return self.insight.counters()
 
     def rng_state(self) -> int:
         return xm.get_rng_state()

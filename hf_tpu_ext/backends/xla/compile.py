@@ -252,7 +252,7 @@ class XLACompiledFunction(CompiledFunction):
             key += tuple(describe_batch(data).items())
             known = self._known.get(key)
             if known is None or not known.checked or not known.is_kept(compiles):
-                return self._trace(key, known, data, tensors, run, fixed)
+                return self._trace(key, known, state, data, tensors, run, fixed)
             results = self._run_known(known, state, tensors)
         except CannotReplay as error:
             self.refuse(str(error))
@@ -301,6 +301,7 @@ class XLACompiledFunction(CompiledFunction):
         self,
         key: Hashable,
         known: Executable | None,
+        state: list[torch.Tensor],
         data: Mapping[Hashable, Any],
         tensors: list[torch.Tensor],
         run: Callable[..., Any],
@@ -309,7 +310,7 @@ class XLACompiledFunction(CompiledFunction):
         """Trace the function, and run its program for the first or the second time."""
         trace, traced, reason = None, None, None
         try:
-            trace = self._backend.programs.begin_trace(self._state(), tensors)
+            trace = self._backend.programs.begin_trace(state, tensors)
         except CannotReplay as error:
             reason = str(error)
         try:
@@ -326,13 +327,14 @@ class XLACompiledFunction(CompiledFunction):
             if reason is None:
                 # A view would hold on to what it is a view of.
                 made = tree_map_only(torch.Tensor, self._without_base, made)
-                traced = trace.end(self._state(), made)
+                state = self._state()
+                traced = trace.end(state, made)
         except CannotReplay as error:
             reason = str(error)
         try:
             if (reason := self._agree("the end of a trace", reason)) is not None:
                 raise CannotReplay(reason)
-            run(run=partial(self._run_first, key, known, traced, tensors))
+            run(run=partial(self._run_first, key, known, traced, state, tensors))
         except StateLost:
             # Nothing that is still to be computed may hold on to buffers that are gone: the next program would fail.
             trace.drop(traced)
@@ -346,9 +348,16 @@ class XLACompiledFunction(CompiledFunction):
         is_view = tensor.device.type == self._backend.device.type and any(graphs.find_pending([tensor]))
         return tensor.clone() if is_view else tensor
 
-    def _run_first(self, key: Hashable, known: Executable | None, traced: Traced, data: list[torch.Tensor]) -> Any:
+    def _run_first(
+        self,
+        key: Hashable,
+        known: Executable | None,
+        traced: Traced,
+        state: list[torch.Tensor],
+        data: list[torch.Tensor],
+    ) -> Any:
         """Compile what was traced, unless it is compiled already, and run it. Raises `CannotReplay` where nothing has run."""
-        programs, state = self._backend.programs, self._state()
+        programs = self._backend.programs
         executable = programs.hash_traced(traced)
         self._note(key, known, executable)
         try:

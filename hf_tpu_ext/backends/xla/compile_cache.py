@@ -11,12 +11,7 @@ from torch_xla.backends import get_mat_mul_precision
 
 from ..base import Backend
 from ..compile_cache import CacheUse, CompileCache, cache_root, cache_state, compiler_settings, library_id
-
-
-def metric(name: str) -> tuple[int, float]:
-    """Count and sum (nanoseconds for times) of one of torch_xla's metrics."""
-    data = met.metric_data(name)
-    return (0, 0.0) if data is None else (data[0], data[1])
+from .insight import metric
 
 
 class XLACompileCache(Backend):

@@ -16,8 +16,9 @@ import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 from torch.utils._pytree import tree_leaves
 
+from ..counters import Counters
 from ..insight import Insight, Listing, Operation, SourceLine
-from .compile_cache import metric
+from .graphs import REPLAYS
 
 
 _XLAC = torch_xla._XLAC
@@ -52,6 +53,17 @@ def _record_compiles() -> str | None:
     return path
 
 
+def metric(name: str) -> tuple[int, float]:
+    """Count and sum (nanoseconds for times) of one of torch_xla's metrics."""
+    data = met.metric_data(name)
+    return (0, 0.0) if data is None else (data[0], data[1])
+
+
+def compile_seconds() -> float:
+    """Seconds of compiling programs, or of loading them, so far."""
+    return (metric("CompileTime")[1] + metric("PersistentCacheLoad")[1]) / 1e9
+
+
 def _reads() -> int:
     return metric("TransferFromDeviceTime")[0]
 
@@ -68,6 +80,18 @@ class XLAInsight(Insight):
         self._own_reads = 0
         self._seen = 0
         self._path = _record_compiles()
+
+    def counters(self) -> Counters:
+        """As [`~hf_tpu_ext.backends.base.Backend.counters`]."""
+        return Counters(
+            compiles=metric("CompileTime")[0],
+            compile_seconds=compile_seconds(),
+            executions=metric("ExecuteTime")[0] + metric("ExecuteReplicatedTime")[0],
+            reads=_reads(),
+            fallbacks=sum(self.operators_on_host().values()),
+            replays=met.counter_value(REPLAYS) or 0,
+            loads=met.counter_value("PersistentCacheHit") or 0,
+        )
 
     def compile_sites(self) -> list[list[SourceLine]]:
         if self._path is None or not os.path.exists(self._path):

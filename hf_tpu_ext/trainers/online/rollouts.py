@@ -202,10 +202,17 @@ class RolloutMixin(RolloutCheckpoints):
         (width,) = self.backend.processes.most([self._width_of(batch)])
         batch = self._pad_batch(self._arrange_rows(batch), width)
         self._count_tokens(batch)
+        rows = len(batch["prompt_ids"])
+        return self._send_rows({**batch, **by_length}, rows, numbers, whole=rows % self.backend.num_chips != 0)
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        batch = self.batch_under_way
+        if "prompt_ids" not in batch:
+            # Of a pass.
+            return super().batch_shape
         rows, prompt = batch["prompt_ids"].shape
-        sent = self._send_rows({**batch, **by_length}, rows, numbers, whole=rows % self.backend.num_chips != 0)
-        self.batch_shape = rows, prompt + batch["completion_ids"].shape[1]
-        return sent
+        return rows, prompt + batch["completion_ids"].shape[1]
 
     def _arrange_rows(self, batch: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
         """A batch on the host as it is trained on, on all hosts of a slice alike."""

@@ -306,7 +306,7 @@ class BatchesMixin(ImagesMixin):
         Send a batch of a declared shape, with its rows split over the chips, or with all of them to every chip. Tensors among
         `numbers` go in the same transfer. Returns both, by `"batch"` and `"numbers"`.
         """
-        self.note_batch(batch)
+        self.batch_under_way = batch
         data = {"batch": dict(batch), "numbers": dict(numbers or {})}
         sent = self.backend.send(data) if whole else self.backend.send_rows(data, rows)
         self.agreement.batch_sent()
@@ -347,7 +347,7 @@ class BatchesMixin(ImagesMixin):
         if isinstance(inputs, CollatedBatch) and inputs.num_tokens is not None:
             (tokens,) = self.backend.processes.total([inputs.num_tokens])
             self.state.num_input_tokens_seen += int(tokens)
-        else:
+        elif self.args.include_num_input_tokens_seen != "no":
             with self.chips.summed(self.accelerator):
                 super()._track_num_input_tokens(inputs)
 

@@ -34,7 +34,8 @@ class StatusMixin(RunFactsMixin):
     def start_status(self) -> None:
         """Time the steps of the runs to come."""
         over_processes = self._sum_over_processes if self.backend.processes.own_rows else None
-        self.status = StepStatus(self.backend, self._kind_of_step, self._flops_of_batch(), over_processes)
+        kind_of_step = self.steps.find_kind if self.compiles_steps else lambda: "step"
+        self.status = StepStatus(self.backend, kind_of_step, self._flops_of_batch(), over_processes)
         self.add_callback(self.status)
 
     def _sum_over_processes(self, numbers: list[int]) -> list[int]:
@@ -60,11 +61,6 @@ class StatusMixin(RunFactsMixin):
         """Count the rest of the phase under way as one that reads from the device."""
         if self.status is not None:
             self.status.clock.enter("read")
-
-    def _kind_of_step(self) -> str:
-        if not self.compiles_steps:
-            return "step"
-        return "replay" if self.steps.replays else "trace"
 
     def _flops_of_batch(self) -> Callable[[tuple[int, int]], float | None] | None:
         """What counts the arithmetic of a batch of a shape, where this model can be counted."""

@@ -23,14 +23,6 @@ class StepsMixin:
     # Whether a step is traced that is an override of `training_step`.
     _override_returns_loss = False
 
-    @property
-    def compiles_steps(self) -> bool:
-        """Whether a training step is one program, where nothing stands in its way."""
-        if self.backend.traces_steps:
-            return True
-        whole = self.compile_step in ("auto", "step") and not self.backend.splits_weights
-        return self.backend.compiles_functions and whole
-
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if not self.backend.static_shapes:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)

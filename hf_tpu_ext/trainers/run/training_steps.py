@@ -76,6 +76,10 @@ class TrainingSteps(TrainerCallback):
         """Whether the step under way, or the last one, is run by the handle of its program."""
         return self.compiled is not None and self.compiled.replays
 
+    def find_kind(self) -> str:
+        """How the step under way, or the last one, is run: `"replay"` or `"trace"`."""
+        return "replay" if self.replays else "trace"
+
     @property
     def by_operators(self) -> bool:
         """Whether a step is run operator by operator, each of which is a program."""
@@ -179,7 +183,6 @@ class TrainingSteps(TrainerCallback):
         if sync_gradients:
             self.grad_norm = results["grad_norm"]
             optimizer.is_done = True
-            optimizer.count()
             self._check_updates(optimizer.updated)
         elif self._shows_gradients:
             self.gradients.show()
@@ -201,6 +204,7 @@ class TrainingSteps(TrainerCallback):
 
     def _train_step(self, data: dict[str, dict[Any, Any]], sync_gradients: bool) -> dict[str, torch.Tensor]:
         """What is compiled."""
+        self._trainer.note_optimizer()
         self.data = numbers = data["numbers"]
         if self.compiled.traced is not None:
             # Nothing else looks at what has changed.
@@ -234,6 +238,7 @@ class TrainingSteps(TrainerCallback):
     ) -> torch.Tensor:
         """The stages up to the backward pass. The others are called by upstream's loop."""
         self._prepare_model()
+        self._trainer.note_optimizer()
         self._under_way = OPTIMIZER_STEP if sync_gradients else MICRO_STEP
         self.data, num_items_in_batch = self._backend.send(numbers), self._backend.send(num_items_in_batch)
         with self._random_numbers(self.data["seed"]), self.gradients.micro_step(sync_gradients):

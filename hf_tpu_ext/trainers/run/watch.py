@@ -30,10 +30,9 @@ class WatchMixin:
     watch: ProgramWatch
     #: Names what reads the device between logs.
     read_monitor: RecompileMonitor
-    #: The batch under way, on the host, and its shape.
+    #: The batch under way, on the host.
     batch_under_way: Mapping[str, Any] = {}
-    batch_shape: tuple[int, ...] = ()
-    # The optimizer's state and numbers before the step under way: the schedule has changed them when it ends.
+    # The optimizer's state and numbers before the step that was traced last: the schedule has changed them when it ends.
     _optimizer_before: tuple[bool, list[dict[str, Any]]] = False, []
 
     def start_watch(self, max_recompiles: int | None) -> None:
@@ -53,21 +52,16 @@ class WatchMixin:
 
     def begin_watch(self) -> None:
         """Watch a run whose optimizer, and what replays its steps, are there."""
-        self._note_optimizer()
         self.watch.begin(traced=self.steps.compiled is None)
 
-    def note_batch(self, inputs: Mapping[str, Any]) -> None:
-        """Note the batch under way, on the host."""
-        tensors = {key: value for key, value in inputs.items() if isinstance(value, torch.Tensor)}
-        self.batch_under_way = inputs
-        if self.model.training and self.watch.step is not None:
-            # Now: a callback may have set them since the last step.
-            self._note_optimizer()
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        """The shape of the batch under way."""
+        tensors = {key: value for key, value in self.batch_under_way.items() if isinstance(value, torch.Tensor)}
         # Other columns may come first.
-        self.batch_shape = tuple(tensors.get("input_ids", next(iter(tensors.values()))).shape)
-        if PIXELS in tensors:
-            # A batch without images is another graph, and no recompilation.
-            self.batch_shape += tuple(tensors[PIXELS].shape[1:2])
+        shape = tuple(tensors.get("input_ids", next(iter(tensors.values()))).shape)
+        # A batch without images is another graph, and no recompilation.
+        return shape + tuple(tensors[PIXELS].shape[1:2]) if PIXELS in tensors else shape
 
     def end_program(
         self,
@@ -85,7 +79,8 @@ class WatchMixin:
         """
         return self.watch.end(kind, self.batch_shape if shape is None else shape, where, run, settle)
 
-    def _note_optimizer(self) -> None:
+    def note_optimizer(self) -> None:
+        """Note the optimizer as the step under way has it, of which Python is about to run."""
         optimizer = self.plain_optimizer
         self._optimizer_before = bool(optimizer.state), [dict(group) for group in optimizer.param_groups]
 
