@@ -1,7 +1,7 @@
 """The seam between the trainers and an accelerator: what every accelerator answers, a file or a folder for each."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -38,6 +38,12 @@ def tensors_in(data: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     map_tensors(found.append, data)
     return found
+
+
+def replace_tensors(tensors: Iterable[torch.Tensor], data: Any) -> Any:
+    """A nested structure with other tensors, in its order, in the place of its own."""
+    others = iter(tensors)
+    return map_tensors(lambda _: next(others), data)
 
 
 class Backend(ABC):

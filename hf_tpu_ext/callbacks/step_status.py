@@ -12,7 +12,15 @@ import torch
 from transformers import TrainerCallback
 
 from ..backends.base import Backend
-from ..report.phases import BESIDES_STEPS, PHASES, class_of
+from ..report.phases import BESIDES_STEPS, CLASSES_PER_DECADE, PHASES
+
+
+def class_of(seconds: float) -> int:
+    """
+    The class that a time above 0 is counted in: `class_of(s)` is `k` if `s` is at least `10 ** (k /
+    CLASSES_PER_DECADE)` seconds, and less than that of `k + 1`.
+    """
+    return math.floor(CLASSES_PER_DECADE * math.log10(seconds))
 
 
 class PhaseClock:

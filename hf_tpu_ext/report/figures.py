@@ -121,7 +121,7 @@ def draw_shares(title: str, shares: Mapping[str, Mapping[str, float]]) -> Figure
 
 
 def draw_step_times(step_times: Mapping[str, Counter[int]]) -> Figure:
-    """Draw how many steps took how long, by phase and class of time, see [`class_of`], that of whole steps first."""
+    """Draw how many steps took how long, by phase and class of time, that of whole steps first."""
 
     def plot(axes) -> None:
         for (phase, classes), colour in zip(step_times.items(), [_INK, *_COLOURS], strict=False):

@@ -30,7 +30,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_caus
 from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS, _backward_tile, _forward_tile
 
 from hf_tpu_ext.backends import detect
-from hf_tpu_ext.step.python_state import COUNTS_ATTRIBUTES
+from hf_tpu_ext.step.fingerprint import COUNTS_ATTRIBUTES
 
 
 # ---- Switches ----
@@ -329,7 +329,7 @@ class _Watched:
 
 
 def test_writes_to_dicts_are_counted():
-    """step/python_state.py, with the counter that guards of PyTorch's compiler read. A Python may not count attributes."""
+    """step/fingerprint.py, with the counter that guards of PyTorch's compiler read. A Python may not count attributes."""
     module = torch.nn.Linear(2, 2)
     (of_class,) = gc.get_referents(vars(_Watched))
     namespace = vars(sys.modules[__name__])

@@ -12,7 +12,7 @@ from trl import SFTConfig, SFTTrainer
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
 from hf_tpu_ext.examples.tiny import make_tokenizer
 from hf_tpu_ext.step import running_code
-from hf_tpu_ext.step.python_state import PythonState
+from hf_tpu_ext.step.fingerprint import Fingerprint
 from hf_tpu_ext.trainers.run import layers, programs
 from hf_tpu_ext.trainers.run.batches import BatchesMixin
 from hf_tpu_ext.trainers.run.layers import LayerScan
@@ -89,7 +89,7 @@ def freeze_python(monkeypatch):
     """Steps are replayed whatever code of the user's is in them."""
     monkeypatch.setattr(programs, "find_own_code", lambda *args, **kwargs: None)
     monkeypatch.setattr(running_code, "is_of_library", lambda module: True)
-    monkeypatch.setattr(PythonState, "change", lambda self: None)
+    monkeypatch.setattr(Fingerprint, "_change_of_python", lambda self: None)
 
 
 def complete_every_batch(monkeypatch):

@@ -17,8 +17,8 @@ from trl import SFTTrainer
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
 from hf_tpu_ext.backends.random_state import read_random_state
-from hf_tpu_ext.step.python_state import COUNTS_ATTRIBUTES, PythonState
-from hf_tpu_ext.trainers.run.programs import note_python_state
+from hf_tpu_ext.step.fingerprint import COUNTS_ATTRIBUTES, Fingerprint, Reach
+from hf_tpu_ext.trainers.run.programs import reach_of_trainer
 from hf_tpu_ext.trainers.run.user_code import find_own_code, names_of_a_step
 
 
@@ -34,8 +34,23 @@ def made(xla, tiny_model, tmp_path_factory, runs_class):
 
 
 def note(trainer):
-    given = [*trainer.model.parameters(), *trainer.model.buffers()]
-    return note_python_state(trainer, [trainer.model], trainer.backend.programs.memory_of, given)
+    models = [trainer.model]
+    noted = Fingerprint(
+        lambda: reach_of_trainer(trainer, models),
+        models,
+        trainer.backend.programs.memory_of,
+        training=trainer.model.training,
+    )
+    noted.note()
+    # A step would set it back.
+    noted._set_mode = lambda: None
+    return noted
+
+
+def note_holder(holder, memory_of):
+    noted = Fingerprint(lambda: Reach({"holder": holder}), memory_of=memory_of)
+    noted.note()
+    return noted
 
 
 @contextmanager
@@ -172,7 +187,7 @@ class Holder:
 )
 def test_attributes_of_any_type(change, says):
     holder = Holder()
-    noted = PythonState({"holder": holder}, {}, {}, [], lambda tensors: [tensor.data_ptr() for tensor in tensors])
+    noted = note_holder(holder, lambda tensors: [tensor.data_ptr() for tensor in tensors])
     assert noted.change() is None
     change(holder)
     assert says in noted.change()
@@ -181,7 +196,7 @@ def test_attributes_of_any_type(change, says):
 def test_what_is_replaced_by_an_equal_value_is_no_change_and_watched_from_then_on():
     holder = Holder()
     holder.nested = {"a": [1, 2.5]}
-    noted = PythonState({"holder": holder}, {}, {}, [], lambda tensors: None)
+    noted = note_holder(holder, lambda tensors: None)
     holder.nested = {"a": [1, 2.5]}
     holder.number = None
     assert noted.change() is None
@@ -257,13 +272,13 @@ class AtEveryStep(TrainerCallback):
 def test_what_is_compared_does_not_change_by_itself(runs, monkeypatch, config):
     """With logs and evaluations in between: what is written to, and looked at again, is whether modules train."""
     looked = []
-    changed_dict = PythonState._changed_dict
+    changed_dict = Fingerprint._changed_dict
 
     def look(self, place):
         looked.append(self._names[id(self._dicts[place])][0])
         return changed_dict(self, place)
 
-    monkeypatch.setattr(PythonState, "_changed_dict", look)
+    monkeypatch.setattr(Fingerprint, "_changed_dict", look)
     trainer = runs.ours(
         max_steps=6,
         logging_steps=2,

@@ -14,7 +14,7 @@ import torch_xla.runtime as xr
 
 from ...errors import UserError
 from ...hardware.topologies import Chip, find_chip
-from ..base import map_tensors, tensors_in
+from ..base import map_tensors, replace_tensors, tensors_in
 from ..counters import Counters
 from ..detect import local_chips, show_chips, tpu_kind
 from ..host import enable_hugepages, peak_of_process
@@ -222,7 +222,8 @@ class XLABackend(XLACompileCache):
         return self._send(data, num_rows)
 
     def _send(self, data: Any, num_rows: int | None = None) -> Any:
-        on_host = [tensor for tensor in tensors_in(data) if tensor.device.type == "cpu"]
+        tensors = tensors_in(data)
+        on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
         if not on_host:
             return data
         self.processes.note_sent(on_host)
@@ -233,7 +234,9 @@ class XLABackend(XLACompileCache):
             sent = torch_xla._XLAC._xla_tensors_from_aten(on_host, [str(self.device)] * len(on_host), shardings)
         self.programs.note_sent(sent)
         on_device = iter(sent)
-        return map_tensors(lambda tensor: next(on_device) if tensor.device.type == "cpu" else tensor, data)
+        return replace_tensors(
+            [next(on_device) if tensor.device.type == "cpu" else tensor for tensor in tensors], data
+        )
 
     def fetch(self, data: Any, on_finished: Callable[[], None] | None = None) -> Any:
         # One transfer for the whole structure. A tensor that stands in it twice (tied weights) is fetched once and stays

@@ -11,8 +11,7 @@ from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
 from ...backends.compiled_function import CompiledFunction
-from ...step.fingerprint import StepFingerprint
-from ...step.python_state import PythonState
+from ...step.fingerprint import Fingerprint, Reach
 from .user_code import (
     HOOKS_OF_ALL_MODULES,
     METHODS_OF_A_STEP,
@@ -122,15 +121,16 @@ class TrainerPrograms:
         if why_not is None:
             why_not = partial(self.why_traced, models, methods)
 
-        def note(given: list[torch.Tensor]) -> PythonState:
+        def find_reach() -> Reach:
             if on_change is not None:
                 on_change()
-            return note_python_state(trainer, models, programs.memory_of, given, methods)
+            return reach_of_trainer(trainer, models, methods)
 
         trusts_code = self.step_replay is True
-        fingerprint = StepFingerprint(
+        fingerprint = Fingerprint(
+            find_reach,
             models,
-            note,
+            programs.memory_of,
             settings or (lambda: {"how the trainer computes": trainer.settings_of_programs()}),
             why_not,
             training,
@@ -148,17 +148,8 @@ class TrainerPrograms:
         return compiled
 
 
-def note_python_state(
-    trainer,
-    models: Sequence[nn.Module],
-    memory_of: Callable[[list[torch.Tensor]], Any] | None = None,
-    given: Sequence[torch.Tensor] = (),
-    methods: tuple[str, ...] = METHODS_OF_A_STEP,
-) -> PythonState:
-    """
-    Note what Python may read in `methods` of a trainer, besides the values of the tensors that are given. `memory_of` is as in
-    [`PythonState`].
-    """
+def reach_of_trainer(trainer, models: Sequence[nn.Module], methods: tuple[str, ...] = METHODS_OF_A_STEP) -> Reach:
+    """What Python may read in `methods` of a trainer, which run models, besides the values of their tensors."""
     roots: dict[str, Any] = {}
     for model in models:
         unwrapped = unwrap_peft_model(model)
@@ -171,4 +162,4 @@ def note_python_state(
     if methods is METHODS_OF_A_STEP:
         hooks = ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
         attributes["optimizer"] = trainer.plain_optimizer, hooks
-    return PythonState(roots, attributes, namespaces_of_a_step(trainer, models), given, memory_of)
+    return Reach(roots, attributes, namespaces_of_a_step(trainer, models))

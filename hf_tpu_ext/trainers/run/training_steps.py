@@ -319,7 +319,7 @@ class TrainingSteps(TrainerCallback):
 
     def _find_places(self) -> dict[str, Hashable]:
         """Where code of the user's may run between the backward pass and the update, by the names that people are shown."""
-        optimizer = self._trainer.plain_optimizer
+        optimizer = self._trainer.optimizer.optimizer
         return {
             "the optimizer": id(optimizer),
             "the hooks of the optimizer": (

@@ -11,6 +11,7 @@ from ...backends.compiled_function import describe_batch
 from ...backends.folded_numbers import describe_number
 from ...backends.insight import SourceLine
 from ...data import StaticShapeCollator
+from ...step.fingerprint import Fingerprint
 from ...step.optimizer import LazyAdamW
 from ...step.running_code import is_known
 from ...vision.collator import ImageCollator
@@ -19,7 +20,7 @@ from ...watch.compilations import ProgramWatch
 from ...watch.recompile_cause import Dependencies
 from ...watch.source_lines import describe_line, package_of
 from ...watch.syncs import RecompileMonitor
-from .programs import note_python_state
+from .programs import reach_of_trainer
 from .user_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, names_of_a_step
 
 
@@ -125,7 +126,10 @@ class WatchMixin:
     def _note_python(self) -> Callable[[], str | None]:
         models = [self.model, *self.other_models()]
         methods = METHODS_OF_A_STEP if self._is_training_step else METHODS_OF_A_PREDICTION
-        return note_python_state(self, models, methods=methods).change
+        reach = reach_of_trainer(self, models, methods)
+        fingerprint = Fingerprint(lambda: reach)
+        fingerprint.note()
+        return fingerprint.change
 
 
 def _describe_code(code: Callable) -> str:

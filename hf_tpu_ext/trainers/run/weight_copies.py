@@ -1,7 +1,7 @@
 """Copies of weights that are made during a run."""
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,9 @@ class WeightCopies:
         self.context = backend.programs.real_copies() if backend.traces_steps else None
         #: Makes a context of code that runs thousands of operators and keeps nothing.
         self.not_made: Callable[[], AbstractContextManager] = nullcontext
-        if self.context is not None:
-            self.not_made = self.context.suspended
 
-    def real(self, objects: Iterable[object], functions: Iterable[Callable | None]) -> AbstractContextManager:
+    @contextmanager
+    def real(self, objects: Iterable[object], functions: Iterable[Callable | None]) -> Iterator[None]:
         """
         Context of a run, in which methods of `objects` and `functions` are called. Copies of device tensors that are made in it,
         outside of steps, have memory of their own.
@@ -33,7 +32,15 @@ class WeightCopies:
         never = all(type(each).__module__.startswith(_NEVER_COPIES) for each in objects) and all(
             function is None for function in functions
         )
-        return nullcontext() if self.context is None or never else self.context
+        if self.context is None or never:
+            yield
+            return
+        self.not_made = self.context.suspended
+        try:
+            with self.context:
+                yield
+        finally:
+            self.not_made = nullcontext
 
     def separate(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Give copies of weights and moments that were made before this run memory of their own."""
