@@ -27,7 +27,8 @@ def average_gradients(model: nn.Module, processes: Processes) -> None:
 
 class StepGradients:
     """
-    The gradients of optimizer steps of one micro-step: they live within its program, and parameters have none between steps.
+    The gradients of optimizer steps of one micro-step: they live within its program, and parameters have none between steps. What
+    lasts longer, in the subclasses, is in `tensors`: a part of the state that programs read and write.
 
     Args:
         model ([`~torch.nn.Module`]):

@@ -187,7 +187,10 @@ class LazyAdamW(torch.optim.AdamW):
             torch._foreach_add_([state["step"] for state in self.updated], 1)
 
     def settings(self) -> Hashable:
-        """What the program of a step depends on besides tensors: equal where the program is."""
+        """
+        What the program of a step depends on besides tensors: equal where the program is. Not left to what compares attributes, to
+        which groups change at each step: their learning rates are data.
+        """
         groups = tuple(
             (group["betas"], group["eps"], bool(group["weight_decay"]), tuple(map(id, group["params"])))
             for group in self.param_groups

@@ -230,10 +230,7 @@ class XLABackend(XLACompileCache):
         shardings = None
         if self._mesh is not None:
             shardings = [sharding_by_rows(self._mesh, tensor, tensor.shape[:1] == (num_rows,)) for tensor in on_host]
-        with pending.unchanged():
-            sent = torch_xla._XLAC._xla_tensors_from_aten(on_host, [str(self.device)] * len(on_host), shardings)
-        self.programs.note_sent(sent)
-        on_device = iter(sent)
+        on_device = iter(pending.send(on_host, self.device, shardings))
         return replace_tensors(
             [next(on_device) if tensor.device.type == "cpu" else tensor for tensor in tensors], data
         )

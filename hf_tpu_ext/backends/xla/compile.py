@@ -150,6 +150,7 @@ class Trace:
             raise CannotReplay("two tensors of the training state share a buffer")
         self._sent: set[int] = set()
         self._before = read_random_state(), graphs.read_seed(), backend.counters()
+        graphs.pending.begin_trace(self)
 
     def note_sent(self, tensors: Sequence[torch.Tensor]) -> None:
         """Note tensors that were sent to the device meanwhile."""
@@ -262,12 +263,10 @@ class XLACompiledFunction(CompiledFunction):
 
     def _run_known(self, known: Executable, state: list[torch.Tensor], data: list[torch.Tensor]) -> Any:
         try:
-            with graphs.uncollected():
-                results = known.run([*state, *data], self._find_aliased(state))
+            with graphs.replaying():
+                return known.run([*state, *data], self._find_aliased(state))
         except (AttributeError, TypeError, RuntimeError) as error:
             self._raise_after(error, known, state)
-        graphs.count_replay()
-        return results
 
     # ---- What has changed ----
 

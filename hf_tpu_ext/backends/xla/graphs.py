@@ -2,6 +2,7 @@
 
 import gc
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
@@ -74,6 +75,8 @@ class PendingGraph:
 
     def __init__(self):
         self._none_at: int | None = None
+        # What is told of tensors that are sent: the trace that was begun last, while it is there. It holds the training state.
+        self._trace: weakref.ref | None = None
         # Without functionalization, operators in place make none.
         self._is_counted = "XLA_DISABLE_FUNCTIONALIZATION" not in os.environ
 
@@ -96,6 +99,18 @@ class PendingGraph:
         yield
         if none:
             self._none_at = _created()
+
+    def begin_trace(self, trace: Any) -> None:
+        """Tell a trace, by its `note_sent`, of tensors that are sent from now on."""
+        self._trace = weakref.ref(trace)
+
+    def send(self, tensors: list[torch.Tensor], device: torch.device, shardings: list | None) -> list[torch.Tensor]:
+        """Send tensors of the host, which traces nothing."""
+        with self.unchanged():
+            sent = _XLAC._xla_tensors_from_aten(tensors, [str(device)] * len(tensors), shardings)
+        if self._trace is not None and (trace := self._trace()) is not None:
+            trace.note_sent(sent)
+        return sent
 
 
 #: There is one graph in a process.
@@ -185,11 +200,6 @@ def run_graph(handle: bytes, arguments: Sequence[torch.Tensor]) -> list[torch.Te
         return _XLAC._run_cached_graph(handle, arguments)
 
 
-def count_replay() -> None:
-    """Count a graph that was run by its handle alone."""
-    _XLAC._xla_increment_counter(REPLAYS, 1)
-
-
 def read_seed() -> int:
     """What torch_xla's own random numbers follow from."""
     return xm.get_rng_state()
@@ -222,15 +232,16 @@ def buffer_of(tensor: torch.Tensor) -> int | None:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def replaying() -> Iterator[None]:
     """
-    Context that makes and drops a tensor for each result of a program. Hundreds of them have the garbage collector run two or
-    three times a step, over everything there is, for nothing.
+    Context in which a graph is run by its handle alone, which is counted. It makes and drops a tensor for each result: hundreds of
+    them have the garbage collector run two or three times a step, over everything there is, for nothing.
     """
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
+        _XLAC._xla_increment_counter(REPLAYS, 1)
     finally:
         if enabled:
             gc.enable()

@@ -1,6 +1,5 @@
 """Programs of torch_xla, and the buffers that they are given."""
 
-import weakref
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -19,8 +18,6 @@ class XLAPrograms(Programs):
 
     def __init__(self, backend: Backend):
         self._backend = backend
-        # A trace holds the training state, which the backend outlives.
-        self._trace: weakref.ref[Trace] | None = None
 
     def compile(self, *args, **kwargs) -> XLACompiledFunction:
         return XLACompiledFunction(self._backend, *args, **kwargs)
@@ -29,14 +26,7 @@ class XLAPrograms(Programs):
 
     def begin_trace(self, state: Sequence[torch.Tensor], data: Sequence[torch.Tensor]) -> Trace:
         """Begin a trace. Raises `CannotReplay` if the state does not allow it."""
-        trace = Trace(self._backend, state, data)
-        self._trace = weakref.ref(trace)
-        return trace
-
-    def note_sent(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Tell a trace under way of tensors that were sent to the device meanwhile."""
-        if self._trace is not None and (trace := self._trace()) is not None:
-            trace.note_sent(tensors)
+        return Trace(self._backend, state, data)
 
     def hash_traced(self, traced: Traced) -> Executable:
         """The program of what was traced."""

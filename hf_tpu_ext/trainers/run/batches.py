@@ -273,8 +273,7 @@ class BatchesMixin(ImagesMixin):
             dim, length = inputs.padded.get("input_ids", (1, inputs["input_ids"].shape[1]))
             if length < (columns := batch["input_ids"].shape[dim]):
                 self.by_length.check_columns(length, columns)
-        if self.by_length.asks:
-            batch = {**batch, **self.data_by_length(inputs)}
+        batch = {**batch, **self.data_by_length(inputs)}
         return self._send_rows(batch, rows, numbers, whole=rows <= wanted and rows % self.backend.num_chips != 0)
 
     def data_by_length(self, inputs: Mapping[str, Any]) -> dict[Hashable, torch.Tensor]:

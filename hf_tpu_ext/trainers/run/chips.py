@@ -63,7 +63,8 @@ def count_all_chips(args: TrainingArguments, num_chips: int) -> None:
     """
     if num_chips > 1:
         # Both are properties of the class, which a value of the object cannot replace. They count `n_gpu`, but with several of
-        # these upstream wraps the model in `DataParallel`. A field with the rows of all chips would be logged and saved.
+        # these upstream wraps the model in `DataParallel`. A field with the rows of all chips would be logged and saved. The object is
+        # this package's own copy of what the caller gave, so its class can be another.
         args.__class__ = _class_of_all_chips(type(args), num_chips)
 
 

@@ -23,8 +23,8 @@ class EvaluationSteps:
     """
     Runs the batches of an evaluation, or of a prediction.
 
-    A batch of a shape is traced twice and then run by the handle of its program, as a training step is: also those of further
-    evaluations, until training begins or ends. It is traced where code of the user's runs in it, or in a training step.
+    They are compiled as training steps are. What is here besides is that upstream calls for a batch at a time: several evaluations
+    share their programs, until training begins or ends, and one has its model only at its first batch.
     """
 
     def __init__(self, trainer):

@@ -285,7 +285,10 @@ class LayerScan:
 
 
 class _StackedGroups:
-    """Makes an optimizer without state train the parameters of a stack, and keeps its state dict that of the layers' own."""
+    """
+    Makes an optimizer without state train the parameters of a stack, and keeps its state dict that of the layers' own: a checkpoint
+    is read by upstream, and by a run whose layers are no loop.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, stack: LayerStack):
         self.optimizer = optimizer

@@ -66,7 +66,8 @@ class TextGeneration:
         # A run adds the end of its tokenizer to the model's own settings, and so may the caller.
         settings = unwrap_peft_model(self._model).generation_config.to_dict(), trainer.settings_of_programs()
         with trainer.models_as_run(), trainer.compute_loss_context_manager(), trainer.chips.tokens_stay_on_chips():
-            # A run stacks the weights of layers: the model has other tensors then.
+            # A run stacks the weights of layers: the model has other tensors then. Another generator, and no programs that follow a
+            # change: after several changes these would be traced each time.
             tensors = [id(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())]
             made_for = lengths, settings, tensors
             if made_for != self._made_for:
