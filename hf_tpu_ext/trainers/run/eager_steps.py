@@ -125,7 +125,6 @@ class EagerSteps(TrainerCallback):
             model.train()
             inputs = SentBatch(trainer.send_batch(inputs)["batch"])
             self.data = self._backend.send(numbers)
-        trainer.note_optimizer()
         self._under_way = OPTIMIZER_STEP if sync_gradients else MICRO_STEP
         loss = step(model, inputs, num_items_in_batch)
         trainer.log_step_loss(loss, sync_gradients)

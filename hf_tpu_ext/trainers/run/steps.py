@@ -121,6 +121,9 @@ class StepsMixin:
 
     def _step_of_upstream(self, model, inputs, num_items_in_batch) -> torch.Tensor:
         """What upstream computes in a micro-step."""
+        if self.is_in_train:
+            # Now: a callback may have set its numbers since the last step, and the schedule changes them before this one ends.
+            self.note_optimizer()
         try:
             return super().training_step(model, inputs, num_items_in_batch)
         finally:

@@ -204,7 +204,6 @@ class TrainingSteps(TrainerCallback):
 
     def _train_step(self, data: dict[str, dict[Any, Any]], sync_gradients: bool) -> dict[str, torch.Tensor]:
         """What is compiled."""
-        self._trainer.note_optimizer()
         self.data = numbers = data["numbers"]
         if self.compiled.traced is not None:
             # Nothing else looks at what has changed.
@@ -238,7 +237,6 @@ class TrainingSteps(TrainerCallback):
     ) -> torch.Tensor:
         """The stages up to the backward pass. The others are called by upstream's loop."""
         self._prepare_model()
-        self._trainer.note_optimizer()
         self._under_way = OPTIMIZER_STEP if sync_gradients else MICRO_STEP
         self.data, num_items_in_batch = self._backend.send(numbers), self._backend.send(num_items_in_batch)
         with self._random_numbers(self.data["seed"]), self.gradients.micro_step(sync_gradients):

@@ -81,7 +81,7 @@ class WatchMixin:
         return self.watch.end(kind, self.batch_shape if shape is None else shape, where, run, settle)
 
     def note_optimizer(self) -> None:
-        """Note the optimizer as the step under way has it, of which Python is about to run."""
+        """Note the optimizer as the step under way has it."""
         optimizer = self.plain_optimizer
         self._optimizer_before = bool(optimizer.state), [dict(group) for group in optimizer.param_groups]
 
