@@ -1,6 +1,5 @@
 """The compiled path, as a mixin over a live upstream trainer class."""
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -18,7 +17,7 @@ from .checkpoint.directories import leaving_no_empty_dir, newest_checkpoint, set
 from .checkpoint.run_lock import only_run_in
 from .checkpoint.saving import SavingMixin
 from .checks.datasets import check_has_rows, check_rows_left, named_datasets
-from .checks.upstream import default_arguments
+from .checks.upstream import default_arguments, signature_of
 from .configs import ExtensionArguments
 from .run.batches import BatchesMixin
 from .run.evaluation import CompiledEvaluation
@@ -98,7 +97,7 @@ class TPUTrainerMixin(
     drops_nan_metrics = False
 
     def __init__(self, *args, **kwargs):
-        given = inspect.signature(super().__init__).bind(*args, **kwargs)
+        given = signature_of(type(self)).bind(*args, **kwargs)
         args = self._complete_arguments(given.arguments.get("args"), given.arguments.get("model"))
         given.arguments["args"] = args
         self._check_data(given.arguments)

@@ -130,7 +130,7 @@ class SetUpMixin:
         # The models that are on the device.
         self._placed: WeakSet[nn.Module] = WeakSet()
         self._follows_optimizer = given.arguments.get("optimizers", (None,))[0] is not None
-        super().__init__(*given.args, **given.kwargs)
+        super().__init__(**given.arguments)
         self.agreement.take_random_state()
         self._arrange_metrics()
         if self.backend.traces_steps:

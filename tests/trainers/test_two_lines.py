@@ -18,6 +18,7 @@ from trl import (
     RewardConfig,
     RewardTrainer,
 )
+from trl.experimental import bema_for_ref_model
 
 from hf_tpu_ext import TPUDPOConfig, TPUDPOTrainer
 from hf_tpu_ext.examples.tiny import make_model
@@ -35,6 +36,9 @@ class DPO(TPUTrainerMixin, DPOTrainer): ...
 
 
 class KTO(TPUTrainerMixin, KTOTrainer): ...
+
+
+class ShowsReference(TPUTrainerMixin, bema_for_ref_model.DPOTrainer): ...
 
 
 def texts(count, seed):
@@ -155,7 +159,7 @@ def test_images_are_refused_before_a_model_is_loaded(xla, runs):
         Reward("no/such-model", args=runs.config(RewardConfig), train_dataset=dataset)
 
 
-@pytest.mark.parametrize("cls, name", [(Reward, "Reward"), (DPO, "DPO"), (KTO, "KTO")])
+@pytest.mark.parametrize("cls, name", [(Reward, "Reward"), (DPO, "DPO"), (KTO, "KTO"), (ShowsReference, "DPO")])
 def test_default_arguments_are_upstreams(cls, name):
     args = default_arguments(cls, "org/model")
     assert (type(args).__name__, args.output_dir) == (f"{name}Config", f"model-{name}")

@@ -24,6 +24,7 @@ from transformers.optimization import Adafactor, AdafactorSchedule
 
 from hf_tpu_ext import TPUTrainer
 from hf_tpu_ext.step.optimizer import LazyAdamW
+from hf_tpu_ext.trainers import TPUTrainerMixin
 
 
 class LineConfig(PreTrainedConfig):
@@ -75,6 +76,26 @@ def make(cls, directory, callbacks=(), model_init=None, **config):
     return cls(
         model, args, train_dataset=rows(), eval_dataset=rows(10), callbacks=list(callbacks), model_init=model_init
     )
+
+
+class PassesOn(Trainer):
+    """A class of the user's that names none of upstream's arguments."""
+
+    def __init__(self, *args, scale=1, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.scale = scale
+
+
+class PassesOnCompiled(TPUTrainerMixin, PassesOn): ...
+
+
+def test_a_class_that_passes_its_arguments_on(xla, tmp_path):
+    args = TrainingArguments(str(tmp_path), max_steps=1, report_to="none", save_strategy="no", disable_tqdm=True)
+    trainer = PassesOnCompiled(Line(LineConfig()), args, None, rows(), scale=2)
+    trainer.train()
+    assert trainer.state.global_step == 1 and trainer.scale == 2
+    with pytest.raises(TypeError, match="unexpected keyword argument 'scala'"):
+        PassesOnCompiled(Line(LineConfig()), args, scala=2)
 
 
 class Batches:

@@ -3,7 +3,7 @@
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from types import FunctionType
@@ -51,8 +51,36 @@ def upstream_behind(cls: type[Trainer]) -> type[Trainer]:
     The first base of a trainer class that is of transformers or TRL and behind all that are of this package. It is another
     than [`upstream_of`] where TRL's trainers are replaced by ours, and a trainer of `trl.experimental` derives from one.
     """
+    return next(filter(_is_upstreams, _behind(cls)))
+
+
+def signature_of(cls: type[Trainer]) -> inspect.Signature:
+    """
+    What the classes behind this package's take to be made. A class that passes `*args` or `**kwargs` on takes what the next one
+    takes, by name.
+    """
+    by_position: dict[str, inspect.Parameter] = {}
+    by_name: dict[str, inspect.Parameter] = {}
+    passes = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    place = by_position
+    for owner in (owner for owner in _behind(cls) if "__init__" in vars(owner)):
+        _, *parameters = inspect.signature(owner.__init__).parameters.values()
+        for each in parameters:
+            if each.kind not in passes and each.name not in by_position | by_name:
+                (by_name if each.kind is each.KEYWORD_ONLY else place)[each.name] = each
+        kinds = passes & {each.kind for each in parameters}
+        if not kinds:
+            break
+        if inspect.Parameter.VAR_POSITIONAL not in kinds:
+            place = by_name
+    named = (each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in by_name.values())
+    return inspect.Signature([*by_position.values(), *named])
+
+
+def _behind(cls: type[Trainer]) -> Sequence[type]:
+    """The classes that a trainer class derives from and that are behind all of this package."""
     last = max(index for index, owner in enumerate(cls.__mro__) if _package_of(owner) == "hf_tpu_ext")
-    return next(filter(_is_upstreams, cls.__mro__[last:]))
+    return cls.__mro__[last + 1 :]
 
 
 def _is_upstreams(owner: type) -> bool:
@@ -73,7 +101,8 @@ def check_trainer(cls: type[Trainer], given: Mapping[str, Any]) -> None:
     if cls.generates:
         cls.check_given(given)
     elif generates:
-        instead = "Use trl.{} on CUDA" if generates[0] not in _REPLACED else "Use hf_tpu_ext.TPU{}, which does"
+        module = upstream.__module__.rpartition(".")[0]
+        instead = f"Use {module}.{{}} on CUDA" if generates[0] not in _REPLACED else "Use hf_tpu_ext.TPU{}, which does"
         raise UserError(
             f"{generates[0]} generates text within a training step, for which it has no programs on XLA. "
             f"{instead.format(generates[0])}. Trainers whose loss is a function of a batch work: transformers.Trainer, "
@@ -124,7 +153,9 @@ def default_arguments(cls: type[Trainer], model) -> TrainingArguments:
     upstream = upstream_of(cls)
     if upstream is Trainer:
         return TrainingArguments(output_dir="tmp_trainer")
-    of_args = get_args(get_type_hints(upstream.__init__)["args"])
+    # A class that passes its arguments on does not say their type.
+    hints = (get_type_hints(owner.__init__) for owner in upstream.__mro__)
+    of_args = get_args(next(hint["args"] for hint in hints if "args" in hint))
     config_cls = next(kind for kind in of_args if issubclass(kind, TrainingArguments))
     name = model if isinstance(model, str) else get_config_model_id(model.config)
     return config_cls(f"{name.split('/')[-1]}-{upstream.__name__.removesuffix('Trainer')}")
