@@ -128,7 +128,7 @@ def run(
         sent = send_rows(data, num_rows)
         if not trainer.batch_shard and isinstance(sent, dict):
             trainer.was_local = trainer.chips.local_gradients is not None
-            trainer.batch_shard = shards_of(sent["input_ids"])[0]
+            trainer.batch_shard = shards_of(sent["batch"]["input_ids"])[0]
         return sent
 
     score = chunked_head.LoopedLogProbs.apply
