@@ -132,7 +132,7 @@ def _tell_once(cls: type) -> None:
         reason, instead = f"only {', '.join(TRAINERS.values())} are", "from hf_tpu_ext import TPUTrainer as Trainer"
     else:
         reason = f"only {', '.join(TRAINERS.values())} are"
-        instead = f"from hf_tpu_ext.trainers import TPUTrainerMixin; class TPU{cls.__name__}(TPUTrainerMixin, {cls.__name__}): ..."
+        instead = f"from hf_tpu_ext.trainers import TPUTrainerMixin; class TPU{cls.__name__}(TPUTrainerMixin, {cls.__name__}): ... (it is refused if it writes text within its steps)"
     print(
         f"hf_tpu_ext: {cls.__name__} is not replaced under HF_TPU_EXT=1, because {reason}. It trains as upstream's, which does "
         f"not know torch_xla's steps. With this package: {instead}",
