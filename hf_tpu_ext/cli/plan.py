@@ -113,7 +113,7 @@ def run(argv: list[str]) -> int:
     from ..plan.compiler import jobs_at_once
     from ..plan.make import make_plan
     from ..plan.page import render
-    from ..plan.search import advise, search
+    from ..plan.search import HALVES_STATE, advise, search
     from ..plan.trace import trace_run
 
     hosts = topology.hosts if topology.num_hosts > 1 else ()
@@ -155,6 +155,8 @@ def run(argv: list[str]) -> int:
             plan = replace(plan, advice=advise(plan, own.settings))
         else:
             plan = search(plan, own.settings, options.search or _SEARCHED, trace_variant, jobs)
+        if own.trains_in_float32 and plan.fits is not None:
+            plan = replace(plan, advice=[*plan.advice, HALVES_STATE])
         print(render(plan))
         write_json(plan.to_json())
     return {True: 0, False: 1, None: 3}[plan.fits]

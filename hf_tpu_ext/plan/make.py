@@ -98,8 +98,8 @@ def _describe(run: Run, programs: Sequence[TracedProgram], topology: Topology) -
     if topology.num_hosts > 1:
         description["hosts"] = describe_hosts(run.mesh, topology.num_hosts)
     description |= {"rematerialization": run.rematerialization, "attention": run.attention}
-    if run.rows is not None:
+    if run.token_waste is not None:
+        description["data"] = run.token_waste
+    elif run.rows is not None:
         description["data"] = f"{run.rows:,} rows"
-    if run.token_share is not None:
-        description["padding"] = f"{100 * (1 - run.token_share):.1f} % of the tokens in batches"
     return description

@@ -216,6 +216,11 @@ class Plan:
         return self.step and self.tokens_per_step / self.step.seconds[1] / self.topology.num_chips
 
     @property
+    def chip_hours_per_million_tokens(self) -> float | None:
+        """What training costs, whatever the number of its tokens: chip-hours of a million of them, padding included."""
+        return self.step and 1e6 / self.tokens_per_second / 3600
+
+    @property
     def mfu(self) -> float | None:
         """Model FLOPs utilization in that time: useful arithmetic over what the chips could do in it."""
         if self.step is None or any(program.model_flops is None for program, _ in self.longest):
@@ -253,7 +258,8 @@ class Plan:
     def to_json(self) -> str:
         """All of it as JSON, with the derived figures under `"derived"`."""
         derived = (
-            "fits peak_bytes tokens_per_step tokens_per_second mfu run_seconds run_dollars tokens_generated unknowns"
+            "fits peak_bytes tokens_per_step tokens_per_second chip_hours_per_million_tokens mfu run_seconds run_dollars "
+            "tokens_generated unknowns"
         )
         values = {name: getattr(self, name) for name in derived.split()}
         for name, estimate in (("step", self.step), ("generation", self.generation)):

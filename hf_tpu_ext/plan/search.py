@@ -25,6 +25,10 @@ _ROWS = "per_device_train_batch_size"
 _NEAR = 1.1
 # How much of the memory a predicted batch is to take.
 _MARGIN = 0.98
+#: Advice where all weights are trained in float32.
+HALVES_STATE = (
+    "dtype: bfloat16 halves weights, gradients and optimizer state, which are float32; updates are rounded to it, too"
+)
 # After so many compilations the batch is no longer predicted, but what is between is halved.
 _TRIES = 5
 
@@ -86,7 +90,7 @@ def search(
     fitting = [trial for trial in tried if trial.fits]
     best = [trial for trial in fitting if not any(_is_better(other, trial) for other in fitting)]
     best.sort(key=lambda trial: trial.tokens_per_second, reverse=True)
-    return replace(plan, trials=best, advice=_advice(tried, rows))
+    return replace(plan, trials=best, advice=_advice(tried, settings))
 
 
 def advise(plan: Plan, settings: Mapping[str, str]) -> list[str]:
@@ -218,7 +222,7 @@ def _is_better(other: Trial, trial: Trial) -> bool:
     return theirs != mine and all(their >= my for their, my in zip(theirs, mine, strict=True))
 
 
-def _advice(tried: list[Trial], rows: int) -> list[str]:
+def _advice(tried: list[Trial], settings: Mapping[str, str]) -> list[str]:
     if all(trial.fits is None for trial in tried):
         return []
     fitting = [trial for trial in tried if trial.fits]
@@ -226,14 +230,14 @@ def _advice(tried: list[Trial], rows: int) -> list[str]:
         return ["No variant fits: use more chips, LoRA (use_peft: true) or a smaller max_length."]
     largest = max(fitting, key=lambda trial: (int(trial.settings[_ROWS]), trial.tokens_per_second))
     fastest = max(fitting, key=lambda trial: trial.tokens_per_second)
-    advice = [
-        f"the largest batch that was found to fit: {_words(largest)}",
-        f"the fastest by the compiler's estimate: {_words(fastest)}",
-    ]
-    same = [trial for trial in fitting if int(trial.settings[_ROWS]) == rows]
+    best = {
+        "the largest batch that was found to fit": largest,
+        "the fastest by the compiler's estimate": fastest,
+    }
+    same = [trial for trial in fitting if trial.settings[_ROWS] == settings[_ROWS]]
     if same:
-        cheapest = max(same, key=lambda trial: trial.tokens_per_second)
-        advice.append(f"the fastest with the present global batch size: {_words(cheapest)}")
+        best["the fastest with the present global batch size"] = max(same, key=lambda trial: trial.tokens_per_second)
+    advice = [f"{what}: {_words(trial, settings)}" for what, trial in best.items()]
     without = [
         {name: value for name, value in trial.settings.items() if name != _ROWS}
         for trial in tried
@@ -244,8 +248,10 @@ def _advice(tried: list[Trial], rows: int) -> list[str]:
     return advice
 
 
-def _words(trial: Trial) -> str:
-    return f"{_settings_in_words(trial.settings)} (expected step {format_seconds(trial.seconds)})"
+def _words(trial: Trial, settings: Mapping[str, str]) -> str:
+    is_present = all(settings[name] == value for name, value in trial.settings.items())
+    what = "the present settings" if is_present else _settings_in_words(trial.settings)
+    return f"{what} (expected step {format_seconds(trial.seconds)})"
 
 
 def _settings_in_words(settings: dict[str, str]) -> str:

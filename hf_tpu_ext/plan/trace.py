@@ -53,6 +53,10 @@ class Run:
             Optimizer steps that the recipe asks for, whatever the data is.
         token_share (`float`, *optional*):
             Share of the tokens in batches that are not padding, where the data was read.
+        token_waste (`str`, *optional*):
+            The same in words, with what to set against it.
+        trains_in_float32 (`bool`):
+            Whether all weights are trained, and some of them are float32.
         other_passes (`bool`):
             Whether a step runs more than the trained model forward and backward: a teacher, or a reference.
         attention (`str`):
@@ -73,6 +77,8 @@ class Run:
     optimizer_steps: int | None
     max_steps: int | None
     token_share: float | None
+    token_waste: str | None
+    trains_in_float32: bool
     other_passes: bool
     attention: str
     generations: Generations | None = None
@@ -89,7 +95,7 @@ class Run:
 
     def without_data(self) -> "Run":
         """The run as far as it is known if its rows were made up."""
-        return replace(self, rows=None, token_share=None, optimizer_steps=self.max_steps)
+        return replace(self, rows=None, token_share=None, token_waste=None, optimizer_steps=self.max_steps)
 
 
 @dataclass(eq=False)
@@ -156,6 +162,9 @@ class TracingMixin(EveryLengthMixin):
             optimizer_steps=steps,
             max_steps=self._max_steps,
             token_share=facts.token_share,
+            token_waste=facts.token_waste,
+            trains_in_float32=trained == parameters
+            and any(parameter.dtype == torch.float32 for parameter in self.model.parameters()),
             other_passes=self._runs_other_passes,
             attention="slices" if is_sliced(self.model) else "splash",
             generations=self._describe_generations() if self.generates else None,

@@ -108,7 +108,10 @@ def test_time_and_cost():
     # Eight chips for two hours.
     assert planned.run_dollars[0] == pytest.approx(8 * 2 * 1.2)
     page = " ".join(render(planned).split())
-    assert "expect 2 s to 2.02 s, 2,028 tokens/s/chip, 1,014 without padding; MFU 38 %" in page
+    assert (
+        "expect 2 s to 2.02 s, 2,028 tokens/s/chip, 1,014 without padding; MFU 38 %; 0.137 chip-hours ($0.164) per million"
+        in page
+    )
     assert "at 1.5 GHz: 2 s; HBM traffic: 100 ms; collectives: 20 ms, beside the rest or after it." in page
     assert "expect $19.20 to $19.39" in page and "us-central1, 2026-11 (list)" in page
 

@@ -129,6 +129,13 @@ def test_shows_what_nothing_is_better_than():
     assert "rematerialization: full" in largest
 
 
+def test_the_present_settings_are_not_advised_as_a_change():
+    first = {"rematerialization": "none", "per_device_train_batch_size": "4"}
+    found = search(make("v5e-1", first), first, NAMES, traced("v5e-1"))
+    same = next(line for line in found.advice if "present global batch size" in line)
+    assert same.startswith("the fastest with the present global batch size: the present settings (expected step ")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_varies_what_it_is_told_to(name):
     settings = {"rematerialization": "full", "mesh": "fsdp", "per_device_train_batch_size": "4"}
