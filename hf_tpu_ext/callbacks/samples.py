@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 class ShowSamples(TrainerCallback):
     """
-    Answers prompts of the evaluation set before and after training, and prints both beside the reference.
+    Answers prompts of the evaluation set before and after training, and prints both beside the reference. Where a run is resumed, the
+    first answer is that of its checkpoint, and says so.
 
     Rows are prepared ones with `input_ids` and `labels`, whose prompt is what comes before the first label; of a conversation that
     is trained on as a whole, what comes before its last message. `generate` makes the tokens of answers of those of prompts, at
@@ -36,6 +37,7 @@ class ShowSamples(TrainerCallback):
             self._prompts.append(row["input_ids"][:start])
             self._references.append(row["input_ids"][start:])
         self._before: list[str] = []
+        self._when = "before"
 
     def _start_of_answer(self, row: Mapping[str, Any]) -> int:
         ids, messages = row["input_ids"], row.get("messages") or []
@@ -48,6 +50,7 @@ class ShowSamples(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._before = self._answer()
+        self._when = f"at step {state.global_step}" if state.global_step else "before"
 
     def on_train_end(self, args, state, control, **kwargs):
         after = self._answer()
@@ -56,7 +59,7 @@ class ShowSamples(TrainerCallback):
         shown = []
         for prompt, reference, old, new in zip(self._prompts, self._references, self._before, after, strict=True):
             text = self._tokenizer.decode(prompt, skip_special_tokens=True).strip()
-            answers = {"reference": self._text(reference), "before": old, "after": new}
+            answers = {"reference": self._text(reference), self._when: old, "after": new}
             shown.append({"prompt": text, **answers})
             tqdm.write(f"\n{text}")
             for name, answer in answers.items():

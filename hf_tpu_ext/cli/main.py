@@ -79,6 +79,9 @@ def command() -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A file or a pipe has each line when it is written, also those of a run that is killed.
         sys.stdout.reconfigure(line_buffering=True)
+    if sys.argv[1:2] in (["prepare"], ["export"]):
+        # They compute on the host. torch_xla warns, when it is imported, that it chooses by itself.
+        os.environ.setdefault("PJRT_DEVICE", "CPU")
     try:
         return main()
     except Exception:

@@ -106,6 +106,8 @@ def run(argv: list[str]) -> int:
         raise UserError(f"{error}\n{_NEEDS}") from error
     for variable in _OF_THE_MACHINE:
         os.environ.pop(variable, None)
+    # Programs are traced on the host. torch_xla warns, when it is imported, that it chooses by itself.
+    os.environ["PJRT_DEVICE"] = "CPU"
 
     # Imported here: PyTorch comes with it, and reads the environment.
     from ..backends.selection import select_tracing

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import GenerationConfig, TrainerCallback
+from transformers import AutoModelForCausalLM, GenerationConfig, TrainerCallback, pipeline
 from trl import LogCompletionsCallback, SFTTrainer
 
 from hf_tpu_ext import generate
@@ -63,6 +63,18 @@ def test_what_programs_cannot_do_is_done_as_upstream_does_it(runs, caplog):
     trainer.train()
     (line,) = [record.getMessage() for record in caplog.records if "model.generate runs as" in record.getMessage()]
     assert "num_beams" in line
+
+
+def test_a_pipeline_generates_on_the_host(runs):
+    """Upstream's pipelines move a model that is on no device that they know."""
+    trainer = runs.ours(max_steps=1)
+    writes = pipeline("text-generation", trainer.model, tokenizer=runs.tokenizer)
+    (answer,) = writes("What is 3+4?", max_new_tokens=4, do_sample=False, return_tensors=True)
+    trainer.save_model()
+    saved = AutoModelForCausalLM.from_pretrained(runs.output_dir)
+    prompt = runs.tokenizer("What is 3+4?", return_tensors="pt")
+    expected = saved.generate(**prompt, max_new_tokens=4, do_sample=False)
+    assert answer["generated_token_ids"] == expected[0].tolist()
 
 
 def test_copies_of_the_model_generate_for_themselves(runs):

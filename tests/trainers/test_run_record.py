@@ -156,11 +156,13 @@ def test_a_record_without_status(runs):
 
 
 def test_a_resumed_run(runs):
-    config = {**CONFIG, "save_strategy": "steps", "save_steps": 2}
+    config = {**CONFIG, "save_strategy": "steps", "save_steps": 2, "show_samples": 1}
     runs.ours(**config)
+    assert [*read_run(runs.output_dir).samples[0]] == ["prompt", "reference", "before", "after"]
     trainer = runs.ours(**{**config, "max_steps": 8}, train=False)
     trainer.train(resume_from_checkpoint=str(runs.output_dir / "checkpoint-4"))
     run = read_run(runs.output_dir)
+    assert [*run.samples[0]] == ["prompt", "reference", "at step 4", "after"], "not the answer of the untrained model"
     assert [session.begin["first_step"] for session in run.sessions] == [0, 4]
     assert [entry["step"] for entry in run.logs] == [2, 4, 6, 8] and run.repeated_steps == 2
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, has_length, unwrap_peft_model
 from transformers.utils import logging
@@ -209,6 +209,10 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
             path = Path(self.args.output_dir) / "README.md"
             card = ModelCard.load(path)
             card.data.tags = list(dict.fromkeys([*(card.data.tags or ()), _TAG]))
+            if isinstance(self.model.config, PreTrainedConfig):
+                # Upstream has no name for a model of this machine.
+                base = Path(self.model.config.name_or_path).name
+                card.text = card.text.replace("[None](https://huggingface.co/None)", f"`{base}`, a local model")
             report = ": [report](report.md)" if path.with_name("report.md").is_file() else ""
             chips = self.backend.num_chips * self.args.world_size
             on = f"{self.backend.device_name}, {count(chips, 'chip' if self.backend.static_shapes else 'device')}"

@@ -81,6 +81,10 @@ class ModelGenerate:
         self._texts[key] = text, rows
         return asked.answer(generated, text.generator.pad_token_id)
 
+    def has(self, model: nn.Module) -> bool:
+        """Whether the model is where programs run. Upstream's pipelines, which know no TPU, move it to the host."""
+        return next(model.parameters()).device.type == self._backend.device.type
+
     @contextmanager
     def from_same_weights(self) -> Iterator[None]:
         """Within this context the weights stay as they are: those on the host are fetched once."""
@@ -115,6 +119,8 @@ _OF_MODELS: WeakKeyDictionary[nn.Module, ref[ModelGenerate]] = WeakKeyDictionary
 def generate(model, inputs=None, generation_config=None, **kwargs):
     """`generate` of the model of a trainer, as [`~transformers.GenerationMixin.generate`]; its tokens are on the host."""
     by_trainer = _OF_MODELS[model]() if model in _OF_MODELS else None
+    if by_trainer is not None and not by_trainer.has(model):
+        by_trainer = None
     if by_trainer is not None and unwrap_peft_model(model).config.is_encoder_decoder:
         given = {"inputs": inputs, "generation_config": generation_config, **kwargs}
         return by_trainer.run_on_host(model, **{name: value for name, value in given.items() if value is not None})
