@@ -21,7 +21,7 @@ RUN_FILES = (RECORD_NAME, "report.html", "report.md")
 #: How many completions of a step a report shows.
 SAMPLES = 4
 # What is known of every run when it begins.
-_FACTS = {"time", "max_steps", "versions", "arguments", "changed", "model", "rows", "backend", "facts"}
+_BEGIN_KEYS = {"time", "max_steps", "versions", "arguments", "changed", "model", "rows", "backend", "facts"}
 
 
 class RecordWriter:
@@ -230,7 +230,7 @@ def points(logs: Sequence[Mapping[str, Any]], key: str, over: str = "step") -> l
 
 
 def _begin(run: Run, entry: dict[str, Any]) -> None:
-    if missing := _FACTS - entry.keys():
+    if missing := _BEGIN_KEYS - entry.keys():
         raise KeyError(*missing)
     first = entry["first_step"]
     # What came after the checkpoint is trained once more.

@@ -78,7 +78,7 @@ class SetUpMixin:
         adapt_arguments = partial(
             adapt,
             place=Place.of(self.backend, args, split_by(args)),
-            given={name: value for name, value in given.arguments.items() if name != "args"},
+            trainer_kwargs={name: value for name, value in given.arguments.items() if name != "args"},
             loads_model=loads_model(args, given),
         )
         self.compiled = adapt_arguments(args)

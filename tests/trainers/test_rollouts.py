@@ -330,7 +330,7 @@ def test_a_reward_model_takes_longer_texts(xla, models):
     model = AutoModelForSequenceClassification.from_pretrained(
         trainer.model.config.name_or_path, num_labels=1, dtype=torch.float32
     )
-    model.load_state_dict(trainer.backend.fetch(dict(rewards._held[0].state_dict())))
+    model.load_state_dict(trainer.backend.fetch(dict(rewards._unregistered_model[0].state_dict())))
     model.config.pad_token_id = trainer._tokenizer.pad_token_id
     for length in (20, 70):
         ids = torch.randint(5, 200, (7, length))

@@ -50,18 +50,18 @@ def write_base(
     quantization: Mapping[str, Any] | None = None,
 ) -> None:
     """
-    Note the base of an adapter beside it, atomically: its name, its weights by their name with the adapter, and how it was
+    Record the base of an adapter beside it, atomically: its name, its weights by their name with the adapter, and how it was
     quantized when it was loaded, as transformers writes it.
     """
-    found = {}
+    entries = {}
     for name, weight in weights.items():
         dtype = dtype_name(weight.dtype)
         if dtype in _DTYPES and weight.numel():
             # PEFT wraps modules that it adds to, or trains a copy of.
             name = name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".").replace(".original_module.", ".")
-            found[name] = {"shape": list(weight.shape), "dtype": dtype, "hash": _hash(weight, dtype)}
-    noted = {"base_model": model_name, "weights": found, "quantization": quantization}
-    write_atomically(Path(directory) / BASE_FILE, json.dumps(noted, indent=1))
+            entries[name] = {"shape": list(weight.shape), "dtype": dtype, "hash": _hash(weight, dtype)}
+    record = {"base_model": model_name, "weights": entries, "quantization": quantization}
+    write_atomically(Path(directory) / BASE_FILE, json.dumps(record, indent=1))
 
 
 def read_quantization(directory: str | Path) -> dict[str, Any] | None:
@@ -81,24 +81,24 @@ def find_differences(
     """
     Compare a float32 model with the base that the adapter in a directory was trained on, but for weights that are `new`
     in it. Returns how many weights were compared, and the names of those that differ; `None` where there is nothing to
-    compare with. What was noted and cannot be read is a `ValueError`.
+    compare with. A record that cannot be read is a `ValueError`.
     """
     path = Path(directory) / BASE_FILE
     if not path.is_file():
         return None
     weights = {name: weight for name, weight in model.named_parameters() if name not in new}
     try:
-        noted = json.loads(path.read_text(encoding="utf-8"))["weights"]
+        entries = json.loads(path.read_text(encoding="utf-8"))["weights"]
         # A run may have added tokens to the vocabulary.
-        noted = {
+        entries = {
             name: entry
-            for name, entry in noted.items()
+            for name, entry in entries.items()
             if name in weights and entry["shape"] == [*weights[name].shape]
         }
-        differing = [name for name, entry in noted.items() if _hash(weights[name], entry["dtype"]) != entry["hash"]]
+        differing = [name for name, entry in entries.items() if _hash(weights[name], entry["dtype"]) != entry["hash"]]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _damaged(path) from error
-    return (len(noted), differing) if noted else None
+    return (len(entries), differing) if entries else None
 
 
 def _damaged(path: Path) -> UserError:

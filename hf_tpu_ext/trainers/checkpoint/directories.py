@@ -120,9 +120,9 @@ def delete_old(run_dir: str | Path, newest: Path, limit: int | None, best: str |
     if not limit or limit < 0:
         return
     own = _own(run_dir, newest)
-    kept = {newest} if best is None else {newest, Path(best)}
-    surplus = len(own) - max(limit, len(kept))
-    _delete([path for path in own if path not in kept][: max(0, surplus)])
+    exempt = {newest} if best is None else {newest, Path(best)}
+    surplus = len(own) - max(limit, len(exempt))
+    _delete([path for path in own if path not in exempt][: max(0, surplus)])
 
 
 def delete_all_but(run_dir: str | Path, newest: Path, best: str) -> None:
@@ -157,14 +157,14 @@ def leaving_no_empty_dir(output_dir: str) -> Iterator[None]:
     removed again, if nothing is in them.
     """
     path = Path(output_dir)
-    made = [directory for directory in (path, *path.parents) if not directory.exists()]
+    new_directories = [directory for directory in (path, *path.parents) if not directory.exists()]
     try:
         _check_output_dir(output_dir)
         yield
     except BaseException:
         # The deepest is the first.
         with suppress(OSError):
-            for directory in made:
+            for directory in new_directories:
                 directory.rmdir()
         raise
 

@@ -77,12 +77,12 @@ def check_all_see(checkpoint: str, processes: Processes, each_writes: bool = Fal
     """
     if processes.hosts == 1:
         return
-    seen = _seen(checkpoint)
-    if each_writes and seen is not None:
+    listing = _list_files(checkpoint)
+    if each_writes and listing is not None:
         # What is compared with the others' is whether it is whole.
         damage = find_damage(Path(checkpoint))
-        seen = {} if damage is None else {f"checkpoint: {damage}": 0}
-    of_first, *others = processes.exchange("a look at the checkpoint", seen)
+        listing = {} if damage is None else {f"checkpoint: {damage}": 0}
+    of_first, *others = processes.exchange("a look at the checkpoint", listing)
     differing = [
         f"{processes.word} {index} {_difference(of_first, other)}"
         for index, other in enumerate(others, 1)
@@ -112,7 +112,7 @@ def check_shared(output_dir: str, processes: Processes) -> None:
         )
 
 
-def _seen(checkpoint: str) -> dict[str, Any] | None:
+def _list_files(checkpoint: str) -> dict[str, Any] | None:
     """Sizes of a checkpoint's files, and the hash of its manifest."""
     if not Path(checkpoint).is_dir():
         return None

@@ -78,12 +78,12 @@ def refusing_other_sizes(checkpoint: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        found = _OTHER_SHAPE.search(str(error))
-        if found is None:
+        match = _OTHER_SHAPE.search(str(error))
+        if match is None:
             raise
-        name, written, own = found.groups()
+        name, saved_shape, own_shape = match.groups()
         raise UserError(
-            f"{checkpoint} is of another model than this run trains: {name} has the shape {written} there and {own} here. Load the "
+            f"{checkpoint} is of another model than this run trains: {name} has the shape {saved_shape} there and {own_shape} here. Load the "
             "model of the run that wrote it, with the same adapter (lora_*), or leave resume_from_checkpoint out to begin a new "
             "run, best with another output_dir."
         ) from error

@@ -22,7 +22,7 @@ LOCK_NAME = "_run.lock"
 # What a file system says that has no locks, as some that are mounted over a network.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 # Descriptors of the locks that this process holds.
-_held: set[int] = set()
+_descriptors: set[int] = set()
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def locked(path: Path, what: str | None = None, fix: str = "") -> Iterator[None]
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, process = _lock(path, what, fix), os.getpid()
-    _held.add(descriptor)
+    _descriptors.add(descriptor)
     # For the message of another run. A full disk is no reason not to begin.
     with suppress(OSError):
         os.ftruncate(descriptor, 0)
@@ -80,7 +80,7 @@ def locked(path: Path, what: str | None = None, fix: str = "") -> Iterator[None]
     finally:
         if os.getpid() == process:
             path.unlink(missing_ok=True)
-            _held.discard(descriptor)
+            _descriptors.discard(descriptor)
             os.close(descriptor)
 
 
@@ -111,9 +111,9 @@ def _lock(path: Path, what: str | None, fix: str) -> int:
 
 def _close_in_child() -> None:
     # A worker of a loader may outlive its process for some seconds. It must not keep the lock.
-    for descriptor in _held:
+    for descriptor in _descriptors:
         os.close(descriptor)
-    _held.clear()
+    _descriptors.clear()
 
 
 os.register_at_fork(after_in_child=_close_in_child)

@@ -37,35 +37,35 @@ def whole_model(directory: Path) -> Iterator[Path]:
     Context that yields a directory to save a model to. At its end, the files in it take their places in `directory`; if
     it is not reached, what is there stays as it is. Another process that saves to `directory` now is waited for.
     """
-    written = directory / _TEMPORARY
+    partial = directory / _TEMPORARY
     with locked(directory / f"{_TEMPORARY}.lock"):
-        if written.exists():
+        if partial.exists():
             # Left behind by a process that was killed.
-            shutil.rmtree(written)
+            shutil.rmtree(partial)
         try:
-            written.mkdir(parents=True)
+            partial.mkdir(parents=True)
             card = directory / "README.md"
             if card.is_file():
                 # PEFT adds to the card that is there.
-                shutil.copyfile(card, written / card.name)
-            yield written
-            _move(written, directory)
+                shutil.copyfile(card, partial / card.name)
+            yield partial
+            _move(partial, directory)
         finally:
             # The disk may be gone altogether.
             with suppress(OSError):
-                shutil.rmtree(written)
+                shutil.rmtree(partial)
 
 
-def _move(written: Path, directory: Path) -> None:
-    files = [path for path in sorted(written.rglob("*")) if path.is_file()]
+def _move(source: Path, directory: Path) -> None:
+    files = [path for path in sorted(source.rglob("*")) if path.is_file()]
     for path in files:
         with open(path, "rb") as file:
             os.fsync(file.fileno())
     for path in files:
-        target = directory / path.relative_to(written)
+        target = directory / path.relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(path, target)
-    names = {path.name for path in files if path.parent == written}
+    names = {path.name for path in files if path.parent == source}
     if any(map(_WEIGHTS.fullmatch, names)):
         for path in directory.iterdir():
             if _WEIGHTS.fullmatch(path.name) and path.name not in names:

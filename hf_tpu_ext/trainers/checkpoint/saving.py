@@ -83,41 +83,41 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
 
     @contextmanager
     def _settings(self, **settings) -> Iterator[None]:
-        kept = {name: vars(self.args)[name] for name in settings}
+        earlier = {name: vars(self.args)[name] for name in settings}
         vars(self.args).update(settings)
         try:
             yield
         finally:
-            vars(self.args).update(kept)
+            vars(self.args).update(earlier)
 
     # ---- The best checkpoint ----
 
     def _check_best_metric(self) -> None:
         """Refuse a `metric_for_best_model` that no evaluation will have, where that is known."""
-        known = vars(type(self)).get("evaluation_metrics")
+        metrics = vars(type(self)).get("evaluation_metrics")
         if (
-            known is None
+            metrics is None
             or self.compute_metrics is not None
             or self.args.eval_strategy == IntervalStrategy.NO
             # One of the caller's may add to the metrics.
             or not all(is_known(type(callback).__module__) for callback in self.callback_handler.callbacks)
         ):
             return
-        of_dataset, of_class = known
+        of_dataset, of_class = metrics
         datasets = [f"{name}_" for name in self.eval_dataset] if isinstance(self.eval_dataset, dict) else [""]
         names = [f"{dataset}{metric}" for dataset in datasets for metric in of_dataset]
-        self._find_best_metric([f"eval_{name}" for name in (*names, *of_class)])
+        self._check_best_metric_among([f"eval_{name}" for name in (*names, *of_class)])
 
-    def _find_best_metric(self, names: Iterable[str]) -> None:
-        wanted = self.args.metric_for_best_model
-        if wanted is not None and f"eval_{wanted.removeprefix('eval_')}" not in names:
+    def _check_best_metric_among(self, names: Iterable[str]) -> None:
+        metric = self.args.metric_for_best_model
+        if metric is not None and f"eval_{metric.removeprefix('eval_')}" not in names:
             raise UserError(
-                f"metric_for_best_model={wanted!r} is not among the metrics of an evaluation: {', '.join(names)}. Set it to "
+                f"metric_for_best_model={metric!r} is not among the metrics of an evaluation: {', '.join(names)}. Set it to "
                 "one of these, or return it from compute_metrics."
             )
 
     def _determine_best_metric(self, metrics, trial) -> bool:
-        self._find_best_metric(metrics)
+        self._check_best_metric_among(metrics)
         # Some are of a host's own clock, or of code that draws random numbers.
         metrics = self.backend.processes.of_first("the metrics of an evaluation", metrics)
         return super()._determine_best_metric(metrics, trial)
@@ -182,15 +182,15 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
 
     def _write_checkpoint(self, model: nn.Module, trial, checkpoint: Path) -> None:
         self._unfinished = temporary_dir(checkpoint)
-        written = self._unfinished / checkpoint.name
+        partial = self._unfinished / checkpoint.name
         try:
             super()._save_checkpoint(model, trial)
             self._note_best(checkpoint)
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
-                self.state.save_to_json(str(written / TRAINER_STATE_NAME))
-                seal(written)
-                move_into_place(written, checkpoint)
+                self.state.save_to_json(str(partial / TRAINER_STATE_NAME))
+                seal(partial)
+                move_into_place(partial, checkpoint)
         finally:
             if self.args.should_save:
                 # The disk may be gone altogether.
@@ -249,8 +249,8 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
             return
         directory = Path(self.args.output_dir if output_dir is None else output_dir)
         try:
-            with whole_model(directory) as written:
-                self.write_model(str(written), state_dict)
+            with whole_model(directory) as partial:
+                self.write_model(str(partial), state_dict)
         except Exception as error:
             if not is_of_disk(error):
                 raise

@@ -76,7 +76,7 @@ def _damage_by_manifest(checkpoint: Path) -> str | None:
     return None
 
 
-def _weights_are_in_other_files(checkpoint: Path, missing: set[str], known: set[str]) -> bool:
+def _weights_are_in_other_files(checkpoint: Path, missing: set[str], in_manifest: set[str]) -> bool:
     """
     Whether somebody has put a model's weights into other shards after its checkpoint was written, which does not damage them: what
     is missing are weights, and there are whole ones that the manifest does not know.
@@ -90,7 +90,7 @@ def _weights_are_in_other_files(checkpoint: Path, missing: set[str], known: set[
         except (ValueError, KeyError, AttributeError):
             return False
         added = [index, *(checkpoint / name for name in set(shards))]
-    return all(path.is_file() and path.name not in known and _damage_by_format(path) is None for path in added)
+    return all(path.is_file() and path.name not in in_manifest and _damage_by_format(path) is None for path in added)
 
 
 def _damage_by_format(path: Path) -> str | None:

@@ -120,14 +120,14 @@ def choose_optimizer(run: Run) -> None:
 def checkpoint_activations(run: Run) -> None:
     """Rematerialization in the step's program. With torch_tpu it is PyTorch's own, of whole layers."""
     args, compiled = run.args, run.compiled
-    wanted = run["rematerialization"]
-    compiled.rematerialization = wanted or ("full" if args.gradient_checkpointing else "none")
+    rematerialization = run["rematerialization"]
+    compiled.rematerialization = rematerialization or ("full" if args.gradient_checkpointing else "none")
     if isinstance(args, ExtensionArguments):
         # Weights in parts are put together by collectives, which are between programs.
         compiled.step_replay = False if run.place.splits_weights else args.step_replay
     if not run.place.traced:
-        if wanted is not None:
-            set_gradient_checkpointing(args, wanted == "full")
+        if rematerialization is not None:
+            set_gradient_checkpointing(args, rematerialization == "full")
         return
     kwargs = dict(args.gradient_checkpointing_kwargs or {})
     unsupported = [key for key in ("selective", "offload", "context_fn") if kwargs.get(key)]
@@ -206,12 +206,12 @@ def share_rows(run: Run) -> None:
 
 def check_integrations(run: Run) -> None:
     """Refuse (`ValueError`) a place to log to whose package is not installed."""
-    # What is not known at all is named well by upstream.
-    asked = [name for name in run.args.report_to or () if name in INTEGRATION_TO_CALLBACK]
-    absent = set(asked) - set(get_available_reporting_integrations()) if asked else ()
+    # Upstream's own message lists the names where one is unknown.
+    integrations = [name for name in run.args.report_to or () if name in INTEGRATION_TO_CALLBACK]
+    absent = set(integrations) - set(get_available_reporting_integrations()) if integrations else ()
     for name in sorted(absent):
         try:
-            # It knows its package.
+            # Its message names the package.
             INTEGRATION_TO_CALLBACK[name]()
         except (ImportError, RuntimeError) as error:
             raise UserError(

@@ -67,11 +67,14 @@ class CompiledArguments:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is to be: `given` is what its trainer was given, `loads_model` whether it uses `model_init_kwargs`."""
+    """
+    A run that is to be: `trainer_kwargs` are the other arguments of its trainer, by name, and `loads_model` is whether it uses
+    `model_init_kwargs`.
+    """
 
     compiled: CompiledArguments
     place: Place
-    given: Mapping[str, Any]
+    trainer_kwargs: Mapping[str, Any]
     loads_model: bool
 
     @property
@@ -81,11 +84,11 @@ class Run:
 
     def __getitem__(self, name: str) -> Any:
         """The value of a field, or of an argument of the trainer; `None` where there is no such thing."""
-        return vars(self.args).get(name, self.given.get(name))
+        return vars(self.args).get(name, self.trainer_kwargs.get(name))
 
 
 #: In place of a value that fields are set to.
-KEPT = object()
+UNCHANGED = object()
 
 
 @cache
@@ -128,7 +131,7 @@ class Row:
     when: Callable[[Any, Run], bool] | None = None
     where: Callable[[Place], bool] = lambda place: place.static_shapes
     adapt: Callable[[Run], None] | None = None
-    becomes: Any = KEPT
+    becomes: Any = UNCHANGED
     follows: bool = False
 
     def apply(self, run: Run) -> None:
@@ -138,7 +141,7 @@ class Row:
         Raises:
             `ValueError`: A value is refused. The message says what to set instead.
         """
-        names = [name for name in self.names.split() if name in vars(run.args) or name in run.given]
+        names = [name for name in self.names.split() if name in vars(run.args) or name in run.trainer_kwargs]
         if not names or not self.where(run.place) or (self.answer == "works" and not self.adapt):
             return
         if self.adapt is not None:
@@ -154,7 +157,7 @@ class Row:
             if self.answer == "refused":
                 raise UserError(f"{f'{name}={shown!r}' if name in vars(run.args) else name} {says}")
             run.compiled.changes.append(f"{name if value is True else f'{name}={shown}'} {says}")
-        if self.becomes is not KEPT:
+        if self.becomes is not UNCHANGED:
             vars(run.args).update(dict.fromkeys(names, self.becomes) | dict.fromkeys(self.beside.split()))
 
 

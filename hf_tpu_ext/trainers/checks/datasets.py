@@ -26,8 +26,8 @@ def named_datasets(train_dataset, eval_dataset) -> dict[str, Any]:
 
 def has_images(dataset) -> bool:
     """Whether a dataset has a column of images."""
-    known = isinstance(dataset, (datasets.Dataset, datasets.IterableDataset))
-    columns = (dataset.column_names or next(iter(dataset), {})) if known else ()
+    has_columns = isinstance(dataset, (datasets.Dataset, datasets.IterableDataset))
+    columns = (dataset.column_names or next(iter(dataset), {})) if has_columns else ()
     return not set(IMAGE_COLUMNS).isdisjoint(columns)
 
 
@@ -64,8 +64,8 @@ def check_dataset(dataset, name: str, args: SFTConfig, has_formatting_func: bool
     skips_preparation = (args.dataset_kwargs or {}).get("skip_prepare_dataset", False)
     if not columns or has_formatting_func or skips_preparation or set(IMAGE_COLUMNS) & set(columns):
         return
-    known = {args.dataset_text_field, "messages", "conversations", "input_ids"} & set(columns)
-    if not known and not {"prompt", "completion"} <= set(columns):
+    text_columns = {args.dataset_text_field, "messages", "conversations", "input_ids"} & set(columns)
+    if not text_columns and not {"prompt", "completion"} <= set(columns):
         raise UserError(
             f"{name} has no column to train on. It has {columns}; needed is the text column "
             f"({args.dataset_text_field!r}) or {_NEEDED}. Name the text column, for example "

@@ -34,15 +34,15 @@ def _never(value: Any, run: Run) -> bool:
 
 
 def _trains(run: Run) -> bool:
-    return run.given.get("train_dataset") is not None
+    return run.trainer_kwargs.get("train_dataset") is not None
 
 
 def _has_adapter(run: Run) -> bool:
-    return run.given.get("peft_config") is not None or isinstance(run.given.get("model"), PeftModel)
+    return run.trainer_kwargs.get("peft_config") is not None or isinstance(run.trainer_kwargs.get("model"), PeftModel)
 
 
 def _makes_optimizer(run: Run) -> bool:
-    return not (run.given.get("optimizers", (None,))[0] or run.given.get("optimizer_cls_and_kwargs"))
+    return not (run.trainer_kwargs.get("optimizers", (None,))[0] or run.trainer_kwargs.get("optimizer_cls_and_kwargs"))
 
 
 def _is_no_length(max_length: int | None, run: Run) -> bool:
@@ -214,7 +214,9 @@ REFUSED_ON_XLA = (
         "keep, in tokens, for example max_length=1024.",
         values="`None` of `SFTConfig`, of text",
         when=lambda value, run: (
-            value is None and isinstance(run.args, SFTConfig) and not has_images(run.given.get("train_dataset"))
+            value is None
+            and isinstance(run.args, SFTConfig)
+            and not has_images(run.trainer_kwargs.get("train_dataset"))
         ),
     ),
     refused(
@@ -341,7 +343,7 @@ FIELDS: tuple[Row, ...] = WORK + REFUSED_ANYWHERE + REFUSED_ON_XLA + REPLACED + 
 def adapt(
     args: TrainingArguments,
     place: Place,
-    given: Mapping[str, Any] = MappingProxyType({}),
+    trainer_kwargs: Mapping[str, Any] = MappingProxyType({}),
     loads_model: bool = False,
 ) -> CompiledArguments:
     """
@@ -352,8 +354,8 @@ def adapt(
             The arguments, which are not changed.
         place ([`Place`]):
             Where the run is to be.
-        given (`Mapping[str, Any]`, *optional*):
-            What the trainer was given, by the names of [`~transformers.Trainer`].
+        trainer_kwargs (`Mapping[str, Any]`, *optional*):
+            The trainer's other arguments, by the names of [`~transformers.Trainer`].
         loads_model (`bool`, *optional*, defaults to `False`):
             Whether it loads the model by its name, or a reference, with `model_init_kwargs`.
 
@@ -363,7 +365,7 @@ def adapt(
     Raises:
         `ValueError`: A value is refused. The message says what to set instead.
     """
-    run = Run(CompiledArguments(copy_arguments(args)), place, given, loads_model)
+    run = Run(CompiledArguments(copy_arguments(args)), place, trainer_kwargs, loads_model)
     for row in FIELDS + OWN + WEIGHTS_IN_PARTS:
         row.apply(run)
     return run.compiled

@@ -58,8 +58,8 @@ class FollowedArguments:
     ):
         self._callers, self._own, self._adapt, self._recipe_rows = callers, compiled.args, adapt, recipe_rows
         self._follows = lambda name: name not in _OWN if follows_upstream else name in _FOLLOWED
-        self._known = _values(callers), _values(compiled.args)
-        self._said = set(compiled.changes)
+        self._snapshots = _values(callers), _values(compiled.args)
+        self._lines = set(compiled.changes)
 
     def take_up(self) -> None:
         """
@@ -69,26 +69,26 @@ class FollowedArguments:
             `ValueError`: A new value is refused. The message says what to set instead.
         """
         changed, own = (
-            {name: value for name, value in _values(args).items() if name in known and known[name] != value}
-            for args, known in zip((self._callers, self._own), self._known, strict=True)
+            {name: value for name, value in _values(args).items() if name in earlier and earlier[name] != value}
+            for args, earlier in zip((self._callers, self._own), self._snapshots, strict=True)
         )
         lines: list[str] = []
         if changed:
             adapted = self._adapt(self._callers)
-            lines = [line for line in adapted.changes if line not in self._said]
+            lines = [line for line in adapted.changes if line not in self._lines]
             for name in filter(self._follows, changed):
                 setattr(self._own, name, vars(adapted.args)[name])
             if "gradient_accumulation_steps" in changed:
                 self._recipe_rows[1] = changed["gradient_accumulation_steps"]
-        self._known = _values(self._callers), _values(self._own)
-        self._said.update(lines)
+        self._snapshots = _values(self._callers), _values(self._own)
+        self._lines.update(lines)
         for line in lines:
             logger.warning(f"{line}.")
-        said = {line.partition(" ")[0].partition("=")[0] for line in lines} | _OF_A_CHECKPOINT - set(changed)
+        named_in_lines = {line.partition(" ")[0].partition("=")[0] for line in lines} | _OF_A_CHECKPOINT - set(changed)
         late = [
             f"{name}={value!r}"
             for name, value in (own | changed).items()
-            if name not in said and not self._follows(name)
+            if name not in named_in_lines and not self._follows(name)
         ]
         if late:
             logger.warning(

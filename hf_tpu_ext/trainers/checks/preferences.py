@@ -128,9 +128,9 @@ class PreferenceData:
         return prepared
 
 
-def _check_rows_are_left(given, prepared, name: str, args, prepare: Callable, processing_class) -> None:
-    rows = len(given)
-    if "label" in prepared.column_names and "label" not in given.column_names:
+def _check_rows_are_left(dataset, prepared, name: str, args, prepare: Callable, processing_class) -> None:
+    rows = len(dataset)
+    if "label" in prepared.column_names and "label" not in dataset.column_names:
         # Of a pair, each completion is a row.
         rows *= 2
     left_out = rows - len(prepared)
@@ -149,7 +149,7 @@ def _check_rows_are_left(given, prepared, name: str, args, prepare: Callable, pr
         return
     unbounded = copy.copy(args)
     unbounded.max_length = None
-    row = prepare(given.select([0]), processing_class, unbounded, f"first row of the {name}")[0]
+    row = prepare(dataset.select([0]), processing_class, unbounded, f"first row of the {name}")[0]
     tokens = len(row["prompt_ids"]) if "prompt_ids" in row else max(len(row["chosen_ids"]), len(row["rejected_ids"]))
     raise UserError(
         f"No row of the {name} dataset is left of {rows}: {why}. Row 0 has {tokens} tokens there. Set max_length above "

@@ -46,11 +46,11 @@ def naming_rows(
         for name, dataset in named.items():
             if (
                 isinstance(dataset, datasets.Dataset)
-                and (said := _find_bad_row(dataset, columns, prepare, needs_answer)) is not None
+                and (bad_row := _find_bad_row(dataset, columns, prepare, needs_answer)) is not None
             ):
                 reason = (str(error).splitlines() or [""])[0]
                 raise UserError(
-                    f"Row {said[0]} of {name}: {said[1]}. Correct the row, or leave such rows out with dataset.filter. "
+                    f"Row {bad_row[0]} of {name}: {bad_row[1]}. Correct the row, or leave such rows out with dataset.filter. "
                     f"Upstream says {type(error).__name__}: {reason}"
                 ) from error
         raise
@@ -66,21 +66,21 @@ def _find_bad_row(
     present = [column for column in columns if column in dataset.column_names]
     if not present:
         return None
-    # What the template takes, as a row has shown.
-    taken = set()
+    # Kinds of values that the template takes, as an earlier row has shown.
+    accepted = set()
     for index, row in enumerate(dataset.with_format(None).select_columns(present)):
-        unusual = {kind: said for column in present for kind, said in _unusual_in(column, row[column])}
+        unusual = {kind: problem for column in present for kind, problem in _unusual_in(column, row[column])}
         for column in {*_CONVERSATIONS} & {*present} if needs_answer and not unusual else ():
             if "assistant" not in map(_role_of, row[column]):
-                said = f"{column!r} has no message of the role 'assistant', on which alone assistant_only_loss=True trains"
-                unusual[column, "no answer"] = said
-        if unusual.keys() <= taken:
+                problem = f"{column!r} has no message of the role 'assistant', on which alone assistant_only_loss=True trains"
+                unusual[column, "no answer"] = problem
+        if unusual.keys() <= accepted:
             continue
         try:
             prepare(dataset.select([index]))
         except Exception:
-            return index, next(said for kind, said in unusual.items() if kind not in taken)
-        taken |= unusual.keys()
+            return index, next(problem for kind, problem in unusual.items() if kind not in accepted)
+        accepted |= unusual.keys()
     return None
 
 

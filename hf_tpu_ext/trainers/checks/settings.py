@@ -48,17 +48,17 @@ def check_processes(args: TrainingArguments) -> None:
         )
 
 
-def check_architecture(args: TrainingArguments, given: Mapping[str, Any]) -> None:
+def check_architecture(args: TrainingArguments, trainer_kwargs: Mapping[str, Any]) -> None:
     """
     Refuse (`ValueError`) the name of a model whose config.json does not say of which class it is: TRL makes it of that class,
-    except for rewards, where the class is always the same. `given` is as for [`adapt`].
+    except for rewards, where the class is always the same. `trainer_kwargs` are as for [`adapt`].
     """
     if isinstance(args, RewardConfig):
         return
     settings = vars(args)
     trusted = (settings.get("model_init_kwargs") or {}).get("trust_remote_code", settings.get("trust_remote_code"))
     for name in ("model", "teacher_model"):
-        model = given.get(name)
+        model = trainer_kwargs.get(name)
         if not isinstance(model, str):
             continue
         config = AutoConfig.from_pretrained(model, trust_remote_code=trusted)

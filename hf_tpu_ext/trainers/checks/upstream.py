@@ -1,4 +1,4 @@
-"""What is asked of the upstream class that a trainer is made of."""
+"""Checks of the upstream class that a trainer is made of."""
 
 import inspect
 import sys
@@ -91,15 +91,15 @@ def _package_of(owner: type) -> str:
     return owner.__module__.partition(".")[0]
 
 
-def check_trainer(cls: type[Trainer], given: Mapping[str, Any]) -> None:
+def check_trainer(cls: type[Trainer], trainer_kwargs: Mapping[str, Any]) -> None:
     """
     Refuse what cannot work on XLA (`ValueError`), before a model is loaded: trainers that write text within their
-    steps, datasets with images, and rows that prefer nothing. `given` has what the trainer was given, by name.
+    steps, datasets with images, and rows that prefer nothing. `trainer_kwargs` are the trainer's arguments, by name.
     """
     upstream = upstream_of(cls)
     generates = sorted({owner.__name__ for owner in upstream.__mro__} & _GENERATE)
     if cls.generates:
-        cls.check_given(given)
+        cls.check_trainer_kwargs(trainer_kwargs)
     elif generates:
         module = upstream.__module__.rpartition(".")[0]
         instead = f"Use {module}.{{}} on CUDA" if generates[0] not in _REPLACED else "Use hf_tpu_ext.TPU{}, which does"
@@ -109,41 +109,45 @@ def check_trainer(cls: type[Trainer], given: Mapping[str, Any]) -> None:
             "SFTTrainer, RewardTrainer, DPOTrainer, KTOTrainer."
         )
     if upstream.__module__.startswith("trl."):
-        for name, dataset in named_datasets(given.get("train_dataset"), given.get("eval_dataset")).items():
+        for name, dataset in named_datasets(
+            trainer_kwargs.get("train_dataset"), trainer_kwargs.get("eval_dataset")
+        ).items():
             if upstream.__name__ not in _TAKE_IMAGES:
                 check_columns_are_text(dataset, name, upstream.__name__)
             if upstream.__name__ in _TAKE_PREFERENCES:
                 check_preferences(dataset, name, upstream.__name__)
 
 
-def check_columns(cls: type[Trainer], given: Mapping[str, Any]) -> None:
+def check_columns(cls: type[Trainer], trainer_kwargs: Mapping[str, Any]) -> None:
     """
     Refuse preference data without its columns (`ValueError`) where upstream's loop runs, which looks for them when the model is
     loaded. The arguments are those of [`check_trainer`].
     """
     if (upstream := upstream_of(cls).__name__) in _TAKE_PREFERENCES:
-        for name, dataset in named_datasets(given.get("train_dataset"), given.get("eval_dataset")).items():
+        for name, dataset in named_datasets(
+            trainer_kwargs.get("train_dataset"), trainer_kwargs.get("eval_dataset")
+        ).items():
             # Of a stream, that would read its first row.
             if isinstance(dataset, Dataset):
                 find_columns(dataset, name, upstream)
 
 
-def loads_model(args: TrainingArguments, given: inspect.BoundArguments) -> bool:
+def loads_model(args: TrainingArguments, call: inspect.BoundArguments) -> bool:
     """
     Say whether a trainer loads a model with `model_init_kwargs`: the trained one by its name, or a reference.
 
     Args:
         args ([`~transformers.TrainingArguments`]):
             Its arguments.
-        given ([`inspect.BoundArguments`]):
-            What it was given.
+        call ([`inspect.BoundArguments`]):
+            The call that makes the trainer, with all its arguments.
 
     Returns:
         `bool`: Whether it does.
     """
-    if isinstance(given.arguments.get("model"), str):
+    if isinstance(call.arguments.get("model"), str):
         return True
-    takes_reference = "ref_model" in given.signature.parameters and given.arguments.get("ref_model") is None
+    takes_reference = "ref_model" in call.signature.parameters and call.arguments.get("ref_model") is None
     # Without them, a reference is loaded as the model is.
     return takes_reference and bool(vars(args).get("model_init_kwargs"))
 

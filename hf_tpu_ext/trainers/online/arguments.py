@@ -53,10 +53,10 @@ class RewardedArguments(RolloutArguments):
 
     def __post_init__(self):
         backend = select_backend("cpu" if self.use_cpu else self.backend, self.num_chips)
-        given, steps = self.generation_batch_size, self.steps_per_generation
+        generation_rows, steps = self.generation_batch_size, self.steps_per_generation
         # Both are refused by upstream.
-        self._rows_given = given if steps is None else None
-        if not backend.static_shapes or None not in (given, steps):
+        self._own_generation_rows = generation_rows if steps is None else None
+        if not backend.static_shapes or None not in (generation_rows, steps):
             super().__post_init__()
             return
         self.generation_batch_size = None
@@ -68,8 +68,8 @@ class RewardedArguments(RolloutArguments):
             del self._processes
         rows = self.per_device_train_batch_size
         self.generation_batch_size = rows * self.steps_per_generation
-        if given is not None:
-            self.generation_batch_size, self.steps_per_generation = given, max(1, given // rows)
+        if generation_rows is not None:
+            self.generation_batch_size, self.steps_per_generation = generation_rows, max(1, generation_rows // rows)
 
     # Of the arguments that are being made.
     _processes = None
@@ -95,21 +95,21 @@ def count_rows_of_chips(args: TrainingArguments, chips: int) -> None:
     on_chips = f"{chips} chip{'s' * (chips > 1)}"
     rows = args.per_device_train_batch_size * chips
     of_step = f"per_device_train_batch_size={args.per_device_train_batch_size} on {on_chips}"
-    given = args._rows_given if isinstance(args, RewardedArguments) else None
-    if given is not None:
-        if given % rows:
+    own_rows = args._own_generation_rows if isinstance(args, RewardedArguments) else None
+    if own_rows is not None:
+        if own_rows % rows:
             raise UserError(
-                f"generation_batch_size={given} must be divisible by the {rows} rows of a step ({of_step}). Set it to a multiple, "
+                f"generation_batch_size={own_rows} must be divisible by the {rows} rows of a step ({of_step}). Set it to a multiple, "
                 f"for example generation_batch_size={math.lcm(rows, args.num_generations)}, or leave it out and set steps_per_generation."
             )
-        args.steps_per_generation = given // rows
+        args.steps_per_generation = own_rows // rows
     args.generation_batch_size = rows * args.steps_per_generation
     if args.generation_batch_size % args.num_generations:
-        wanted = math.lcm(rows, args.num_generations) // rows
+        steps = math.lcm(rows, args.num_generations) // rows
         raise UserError(
             f"generation_batch_size={args.generation_batch_size} ({of_step}, steps_per_generation={args.steps_per_generation}) must be "
             f"divisible by num_generations={args.num_generations}: a generation has all completions of each prompt. Set "
-            f"steps_per_generation={wanted}, or change per_device_train_batch_size."
+            f"steps_per_generation={steps}, or change per_device_train_batch_size."
         )
     rows, group = args.per_device_eval_batch_size * chips, args.num_generations_eval or args.num_generations
     if args.eval_strategy != IntervalStrategy.NO and rows % group:

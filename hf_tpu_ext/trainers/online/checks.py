@@ -10,25 +10,27 @@ from ...errors import UserError
 from ..checks.datasets import named_datasets
 
 
-def check_rollouts(given: Mapping[str, Any], upstream: str) -> None:
+def check_rollouts(trainer_kwargs: Mapping[str, Any], upstream: str) -> None:
     """
-    Check what a trainer that generates its own data was given.
+    Check the arguments of a trainer that generates its own data.
 
     Args:
-        given (`Mapping[str, Any]`):
-            What it was given, by name.
+        trainer_kwargs (`Mapping[str, Any]`):
+            Its arguments, by name.
         upstream (`str`):
             Its name at upstream.
 
     Raises:
         `ValueError`: Something does not work on XLA. The message says what to set instead.
     """
-    if isinstance(given.get("processing_class"), ProcessorMixin):
+    if isinstance(trainer_kwargs.get("processing_class"), ProcessorMixin):
         raise UserError(
-            f"processing_class is a {type(given['processing_class']).__name__}, which prepares images. {upstream} trains on text "
+            f"processing_class is a {type(trainer_kwargs['processing_class']).__name__}, which prepares images. {upstream} trains on text "
             "on XLA. Pass its tokenizer: processing_class=processor.tokenizer."
         )
-    for name, dataset in named_datasets(given.get("train_dataset"), given.get("eval_dataset")).items():
+    for name, dataset in named_datasets(
+        trainer_kwargs.get("train_dataset"), trainer_kwargs.get("eval_dataset")
+    ).items():
         _check_prompts(dataset, name, upstream)
 
 

@@ -54,14 +54,14 @@ class EntropyBonusMixin:
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if not (self._entropy_bonus_enabled and self.backend.static_shapes):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        kept = self.entropy_coef, self.use_adaptive_entropy
+        settings = self.entropy_coef, self.use_adaptive_entropy
         data = self.steps.data if self.model.training else self.data_of_evaluation()
         # To upstream it is a number that stays.
         self.entropy_coef, self.use_adaptive_entropy = data[_COEF], False
         try:
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         finally:
-            self.entropy_coef, self.use_adaptive_entropy = kept
+            self.entropy_coef, self.use_adaptive_entropy = settings
         if self._entropy_sums is not None:
             if self.model.training:
                 self._add_entropy(inputs)
@@ -70,11 +70,11 @@ class EntropyBonusMixin:
         return loss
 
     def _add_entropy(self, inputs: Mapping[str, Tensor]) -> None:
-        chosen = inputs["completion_mask"].bool()
+        is_counted = inputs["completion_mask"].bool()
         for mask in (inputs.get("tool_mask"), self._high_entropy):
-            chosen = chosen if mask is None else chosen & mask.bool()
-        entropy = torch.where(chosen, self._entropies, torch.zeros_like(self._entropies)).sum()
-        self._entropy_sums.add(entropy=entropy, tokens=chosen.sum())
+            is_counted = is_counted if mask is None else is_counted & mask.bool()
+        entropy = torch.where(is_counted, self._entropies, torch.zeros_like(self._entropies)).sum()
+        self._entropy_sums.add(entropy=entropy, tokens=is_counted.sum())
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
         found = super()._get_per_token_logps_and_entropies(*args, **kwargs)

@@ -44,6 +44,6 @@ class TPUGRPOTrainer(EntropyBonusMixin, RewardedMixin, SyncedReferenceMixin, TPU
     _config_name = TPUGRPOConfig.__name__
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        made = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        outputs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         # As upstream's `generate`, without log-probabilities.
-        return (made, None) if self.backend.static_shapes else made
+        return (outputs, None) if self.backend.static_shapes else outputs

@@ -140,14 +140,14 @@ class RewardsOnDevice(nn.Module):
 
     def __init__(self, model: PreTrainedModel, length: int, score: Callable[[dict[str, Tensor]], Tensor]):
         super().__init__()
-        # Not one of its modules.
-        self._held = (model,)
+        # In a tuple: the model is not to be one of its modules.
+        self._unregistered_model = (model,)
         self._length, self._score = length, score
         model.eval()
         model.tie_weights()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, **others: Tensor) -> SimpleNamespace:
-        (model,) = self._held
+        (model,) = self._unregistered_model
         batch = {"input_ids": input_ids, "attention_mask": attention_mask, **others}
         while self._length < input_ids.shape[1]:
             self._length *= 2

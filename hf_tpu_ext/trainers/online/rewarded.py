@@ -26,7 +26,7 @@ from ..checks.upstream import upstream_names
 from .arguments import count_rows_of_chips
 from .reward_functions import RewardsOnDevice, check_rewards
 from .rollouts import RolloutMixin, join_completions
-from .shared_prompts import leave_in_order, sharing_asked, shuffle_groups, why_prompts_apart, why_rows_apart
+from .shared_prompts import leave_in_order, sharing_setting, shuffle_groups, why_no_whole_prompts, why_not_shared
 
 
 logger = logging.get_logger(__name__)
@@ -81,25 +81,25 @@ class RewardedMixin(RolloutMixin):
 
         return self.run_passes(kind, model, batch, score)
 
-    def _why_prompts_apart(self, model: nn.Module) -> str | None:
+    def _why_not_shared(self, model: nn.Module) -> str | None:
         """Why a model is to read a prompt once for each of its completions, as a clause."""
         rows_at_once = self.num_generations * self.backend.num_chips
         if (
-            reason := why_rows_apart(self.args, self.num_generations, self._train_batch_size % rows_at_once)
+            reason := why_no_whole_prompts(self.args, self.num_generations, self._train_batch_size % rows_at_once)
         ) is not None:
             return reason
         # It may look at the rows of a batch.
         own_code = self.own_code_in_step("train" if self.model.training else "eval")
-        return own_code or why_prompts_apart(model, sharing_asked(self.args))
+        return own_code or why_not_shared(model, sharing_setting(self.args))
 
     def _decide_sharing(self) -> None:
-        asked = sharing_asked(self.args)
+        setting = sharing_setting(self.args)
         #: Whether layers read a prompt once for all its completions.
         self.shares_prompts = False
         if not self.backend.traces_steps:
             return
-        reason = self._why_prompts_apart(self.model)
-        if reason is not None and asked == "on":
+        reason = self._why_not_shared(self.model)
+        if reason is not None and setting == "on":
             raise UserError(f"share_prompts='on' is not possible: {reason}. Leave it out, or set it to 'auto'.")
         self.shares_prompts = reason is None
         self.compiled.changes.append(
@@ -148,21 +148,21 @@ class RewardedMixin(RolloutMixin):
         Returns:
             `torch.Tensor`: The values of all rows, on the host. They are read once.
         """
-        wanted = rows_at_once or (self._train_batch_size if self.model.training else self.args.eval_batch_size)
+        rows_per_pass = rows_at_once or (self._train_batch_size if self.model.training else self.args.eval_batch_size)
         key = kind, model.training
         if key not in self._passes:
             self._passes[key] = self._compile_pass(model, compute)
         run = partial(self.programs.end, kind, f"step {self.programs.done + 1}")
-        rows, made = len(batch["input_ids"]), []
-        for start in range(0, rows, wanted):
-            part = {key: value[start : start + wanted] for key, value in batch.items()}
-            missing = wanted - len(part["input_ids"])
+        rows, values = len(batch["input_ids"]), []
+        for start in range(0, rows, rows_per_pass):
+            part = {key: value[start : start + rows_per_pass] for key, value in batch.items()}
+            missing = rows_per_pass - len(part["input_ids"])
             # For the last part to be the same program: each row is by itself.
             part = {key: torch.cat([value, value[-1:].expand(missing, -1)]) for key, value in part.items()}
-            seed, whole = {"seed": self.seeds.beside(start)}, wanted % self.backend.num_chips != 0
+            seed, whole = {"seed": self.seeds.beside(start)}, rows_per_pass % self.backend.num_chips != 0
             with self.copies.not_made():
-                made.append(self._passes[key](self._send_rows(part, wanted, seed, whole), run))
-        return torch.cat(self.backend.fetch(made))[:rows]
+                values.append(self._passes[key](self._send_rows(part, rows_per_pass, seed, whole), run))
+        return torch.cat(self.backend.fetch(values))[:rows]
 
     def _compile_pass(self, model: nn.Module, compute: Callable[[dict[str, Tensor]], Tensor]) -> CompiledFunction:
         def compute_seeded(data: dict[str, dict[str, Tensor]]) -> Tensor:
@@ -178,7 +178,7 @@ class RewardedMixin(RolloutMixin):
         if not self.backend.static_shapes:
             return compute(model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs)
         if input_ids.device.type == self.backend.device.type:
-            if self._group > 1 and self._why_prompts_apart(model) is None:
+            if self._group > 1 and self._why_not_shared(model) is None:
                 return self._score_shared(compute, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
             with head_wrapped_by(partial(_only_completions, logits_to_keep, input_ids.shape, None)):
                 return compute(model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs)
@@ -212,19 +212,24 @@ class RewardedMixin(RolloutMixin):
         model: nn.Module,
         input_ids: Tensor,
         attention_mask: Tensor,
-        kept: int,
+        logits_to_keep: int,
         *args,
         **kwargs,
     ) -> tuple[Tensor | None, ...]:
         """What `compute` finds for rows in groups of a prompt, whose prompts go through the layers once."""
         length, group = input_ids.shape[1], self._group
-        shared = SharedPrompts(length - kept, group)
+        shared = SharedPrompts(length - logits_to_keep, group)
         ids, mask = shared.pack(input_ids), shared.pack(attention_mask)
         # Upstream leaves positions to the model, which counts those of a row.
-        placed = partial(model, position_ids=shared.positions(length, ids.device))
-        with head_wrapped_by(partial(_only_completions, group * kept, ids.shape, shared)), prompts_shared(shared):
-            found = compute(placed, ids, mask, group * kept, None, *args, **kwargs)
-        return tuple(None if value is None else value.unflatten(1, (group, kept)).flatten(0, 1) for value in found)
+        model_at_positions = partial(model, position_ids=shared.positions(length, ids.device))
+        with (
+            head_wrapped_by(partial(_only_completions, group * logits_to_keep, ids.shape, shared)),
+            prompts_shared(shared),
+        ):
+            found = compute(model_at_positions, ids, mask, group * logits_to_keep, None, *args, **kwargs)
+        return tuple(
+            None if value is None else value.unflatten(1, (group, logits_to_keep)).flatten(0, 1) for value in found
+        )
 
     @property
     def _group(self) -> int:
@@ -299,9 +304,9 @@ class RewardedMixin(RolloutMixin):
         if entropies.device.type in ("cpu", "cuda"):
             # By where they are: upstream's works on an object that is no trainer yet.
             return super().get_high_entropy_mask(entropies, mask, threshold)
-        chosen, gather = mask.bool(), self.backend.processes.gather
+        is_token, gather = mask.bool(), self.backend.processes.gather
         quantile = quantile_of_chosen(gather(entropies.float()), gather(mask).bool(), threshold)
-        return (entropies >= quantile) & chosen
+        return (entropies >= quantile) & is_token
 
 
 @contextmanager
@@ -315,9 +320,11 @@ def _note_reference(model: nn.Module, adapter_name: str | None, use_adapter: Cal
             _with_adapter_of_reference.reset(token)
 
 
-def _only_completions(kept: int, shape: torch.Size, shared: SharedPrompts | None, score: Callable) -> Callable:
+def _only_completions(
+    logits_to_keep: int, shape: torch.Size, shared: SharedPrompts | None, score: Callable
+) -> Callable:
     """
-    Have the head score the last `kept` tokens of rows, packed ones if they are `shared`, whose ids are of `shape`. Upstream leaves
+    Have the head score the last `logits_to_keep` tokens of rows, packed ones if they are `shared`, whose ids are of `shape`. Upstream leaves
     out the scores of prompts later, where it cannot leave out the tokens.
     """
     rows, length = shape[0], shape[1] - 1
@@ -326,11 +333,11 @@ def _only_completions(kept: int, shape: torch.Size, shared: SharedPrompts | None
         hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *settings: Any
     ) -> tuple:
         hidden = hidden.view(rows, length, -1)
-        hidden = hidden[:, length - kept :] if shared is None else shared.before_completions(hidden)
-        hidden = hidden.reshape(rows * kept, -1)
-        targets = targets.view(rows, length)[:, length - kept :].reshape(-1)
+        hidden = hidden[:, length - logits_to_keep :] if shared is None else shared.before_completions(hidden)
+        hidden = hidden.reshape(rows * logits_to_keep, -1)
+        targets = targets.view(rows, length)[:, length - logits_to_keep :].reshape(-1)
         return tuple(
-            None if value is None else pad(value.view(rows, kept), (length - kept, 0)).view(-1)
+            None if value is None else pad(value.view(rows, logits_to_keep), (length - logits_to_keep, 0)).view(-1)
             for value in score(hidden, weight, bias, targets, *settings)
         )
 

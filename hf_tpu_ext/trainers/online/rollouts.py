@@ -48,9 +48,9 @@ class RolloutMixin(RolloutCheckpoints):
     # ---- Setting up ----
 
     @classmethod
-    def check_given(cls, given: Mapping[str, Any]) -> None:
+    def check_trainer_kwargs(cls, trainer_kwargs: Mapping[str, Any]) -> None:
         """Refuse (`ValueError`) what does not work on XLA, before a model is loaded."""
-        check_rollouts(given, upstream_of(cls).__name__)
+        check_rollouts(trainer_kwargs, upstream_of(cls).__name__)
 
     def _declare_lengths(self) -> list[int]:
         most = vars(self.args).get("max_prompt_length")
@@ -215,7 +215,7 @@ class RolloutMixin(RolloutCheckpoints):
         return rows, prompt + batch["completion_ids"].shape[1]
 
     def _arrange_rows(self, batch: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """A batch on the host as it is trained on, on all hosts of a slice alike."""
+        """A batch on the host as it is trained on, the same on all hosts of a slice."""
         return batch
 
     @contextmanager
@@ -223,7 +223,7 @@ class RolloutMixin(RolloutCheckpoints):
         """Within this context, upstream's code has its tensors on the host."""
         states = [vars(self.accelerator.state), vars(self.args.distributed_state)]
         names = vars(self.args)
-        kept = [(state["device"], state["process_index"]) for state in states], names["_setup_devices"]
+        earlier = [(state["device"], state["process_index"]) for state in states], names["_setup_devices"]
         for state in states:
             # Hosts of a slice have the rows of all chips each, and take what the first process takes.
             state["device"], state["process_index"] = torch.device("cpu"), self.backend.processes.row_shard
@@ -233,9 +233,9 @@ class RolloutMixin(RolloutCheckpoints):
             with checkpointing_left_on(type(self)):
                 yield
         finally:
-            for state, (device, process_index) in zip(states, kept[0], strict=True):
+            for state, (device, process_index) in zip(states, earlier[0], strict=True):
                 state["device"], state["process_index"] = device, process_index
-            names["_setup_devices"] = kept[1]
+            names["_setup_devices"] = earlier[1]
 
     def _width_of(self, batch: Mapping[str, Tensor | None]) -> int:
         """The length that the prompts of a batch are padded to."""
@@ -285,10 +285,10 @@ class RolloutMixin(RolloutCheckpoints):
         for row, prompt in enumerate(prompts):
             self._declared_for(len(prompt), f"The prompt of row {row} of a generation")
         of_process = self.generation_rows // self.backend.processes.row_shards
-        wanted = of_process if self.model.training else self.args.eval_batch_size
+        rows = of_process if self.model.training else self.args.eval_batch_size
         # The last batch of an evaluation is the same program.
         copies = self.num_generations if self.model.training else 1
-        return self._text.generate(prompts, rows=wanted, copies=copies).token_ids
+        return self._text.generate(prompts, rows=rows, copies=copies).token_ids
 
     def _declared_for(self, tokens: int, what: str) -> int:
         """The length that prompts of so many tokens are padded to."""

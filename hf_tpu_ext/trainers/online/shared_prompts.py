@@ -14,20 +14,20 @@ from ..run.layers import VERIFIED
 from .arguments import RewardedArguments
 
 
-def sharing_asked(args: TrainingArguments) -> str:
+def sharing_setting(args: TrainingArguments) -> str:
     """What `share_prompts` is: `"auto"` in upstream's own arguments."""
     return args.share_prompts if isinstance(args, RewardedArguments) else RewardedArguments.share_prompts
 
 
-def why_rows_apart(args: TrainingArguments, group: int, left_over: int) -> str | None:
+def why_no_whole_prompts(args: TrainingArguments, group: int, left_over: int) -> str | None:
     """
     Why the rows of a step do not hold whole prompts, as a clause. A prompt has `group` completions, and `left_over` rows
     are none of a whole prompt on a chip.
     """
-    asked = sharing_asked(args)
-    if asked == "off":
+    setting = sharing_setting(args)
+    if setting == "off":
         return "share_prompts=off"
-    if args.steps_per_generation > 1 and asked == "auto":
+    if args.steps_per_generation > 1 and setting == "auto":
         return (
             f"they are shuffled over several batches with steps_per_generation={args.steps_per_generation} "
             "(share_prompts=on shuffles whole prompts)"
@@ -39,9 +39,9 @@ def why_rows_apart(args: TrainingArguments, group: int, left_over: int) -> str |
     return None
 
 
-def why_prompts_apart(model: nn.Module, asked: str) -> str | None:
-    """Why a model is to read a prompt once for each of its completions, as a clause; `asked` is `share_prompts`."""
-    return _why_not_by_token(model) or (_why_random(model) if asked == "auto" else None)
+def why_not_shared(model: nn.Module, setting: str) -> str | None:
+    """Why a model is to read a prompt once for each of its completions, as a clause; `setting` is `share_prompts`."""
+    return _why_not_by_token(model) or (_why_random(model) if setting == "auto" else None)
 
 
 def _why_not_by_token(model: nn.Module) -> str | None:

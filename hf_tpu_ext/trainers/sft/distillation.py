@@ -126,8 +126,8 @@ class DistillationMixin:
 
     def _check_teacher_of(self, cache: TeacherCache) -> None:
         student = unwrap_peft_model(self.model).name_or_path
-        asked = student if self.args.kd_teacher == "base" else self.args.kd_teacher
-        if asked not in (None, cache.manifest.teacher):
+        teacher = student if self.args.kd_teacher == "base" else self.args.kd_teacher
+        if teacher not in (None, cache.manifest.teacher):
             raise UserError(
                 f"kd_teacher={self.args.kd_teacher!r}, but kd_cache={self.args.kd_cache!r} was made by "
                 f"{cache.manifest.teacher!r}. Leave kd_teacher out to use the cache as it is, or build another one: {MAKE} "
@@ -163,20 +163,20 @@ class DistillationMixin:
         # The student's own base is a teacher as it was before it was rounded.
         with masks, torch.no_grad(), without_rounding(self.rounding):
             teacher = self.teacher(self.model, inputs)
-        seen: list[TokenTerms] = []
+        token_terms: list[TokenTerms] = []
 
         def score(hidden, weight, bias, targets, temperature, chunk_size, softcap, scale, outputs):
-            terms = self._compare(Head(hidden, weight, bias, softcap, scale), targets, teacher, scored, seen)
+            terms = self._compare(Head(hidden, weight, bias, softcap, scale), targets, teacher, scored, token_terms)
             return terms.log_probs, terms.entropy, None, None, terms.is_top1
 
         with head_computed_by(score), self.metrics_deferred():
             result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             loss, outputs = result if return_outputs else (result, None)
-            loss = self._mix(loss, seen[0], scored, num_items_in_batch, mode)
+            loss = self._mix(loss, token_terms[0], scored, num_items_in_batch, mode)
         return (loss, outputs) if return_outputs else loss
 
     def _compare(
-        self, student: Head, targets: Tensor, teacher: Head | TopK, scored: Tensor, seen: list[TokenTerms]
+        self, student: Head, targets: Tensor, teacher: Head | TopK, scored: Tensor, token_terms: list[TokenTerms]
     ) -> TokenTerms:
         tokens = teacher[0].shape[0]
         chips = self.backend.num_chips
@@ -187,7 +187,9 @@ class DistillationMixin:
             # On GPUs TRL scores the tokens with a label only.
             teacher = TopK(*(value[scored] for value in teacher))
         terms = distill(student, targets, teacher, self._distillation, self.backend, matmul_dtype(student.hidden))
-        seen.append(TokenTerms(*(ShardToFull.apply(term, self.backend) for term in terms)) if by_chip else terms)
+        token_terms.append(
+            TokenTerms(*(ShardToFull.apply(term, self.backend) for term in terms)) if by_chip else terms
+        )
         return terms
 
     def _mix(

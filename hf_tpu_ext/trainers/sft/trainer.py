@@ -68,25 +68,32 @@ class TPUSFTTrainer(DistillationMixin, QuantizationMixin, TPUTrainerMixin, SFTTr
             return config_cls(**{**args.to_dict(), "hub_token": args.hub_token})
         return super()._complete_arguments(args, model)
 
-    def _check_data(self, given) -> None:
-        for name, dataset in named_datasets(given.get("train_dataset"), given.get("eval_dataset")).items():
-            check_dataset(dataset, name, given["args"], has_formatting_func=given.get("formatting_func") is not None)
+    def _check_data(self, trainer_kwargs) -> None:
+        for name, dataset in named_datasets(
+            trainer_kwargs.get("train_dataset"), trainer_kwargs.get("eval_dataset")
+        ).items():
+            check_dataset(
+                dataset,
+                name,
+                trainer_kwargs["args"],
+                has_formatting_func=trainer_kwargs.get("formatting_func") is not None,
+            )
 
-    def _set_up(self, given) -> None:
+    def _set_up(self, call) -> None:
         with upstream_names(type(self), get_training_chat_template=_training_chat_template):
-            self._set_up_with_template(given)
+            self._set_up_with_template(call)
 
-    def _set_up_with_template(self, given) -> None:
-        if not (isinstance(given.arguments["args"], TPUSFTConfig) and given.arguments["args"].from_scratch):
-            super()._set_up(given)
+    def _set_up_with_template(self, call) -> None:
+        if not (isinstance(call.arguments["args"], TPUSFTConfig) and call.arguments["args"].from_scratch):
+            super()._set_up(call)
             return
-        if not isinstance(given.arguments.get("model"), str):
+        if not isinstance(call.arguments.get("model"), str):
             raise UserError(
                 "from_scratch=True makes a model from its name, and this one is there already. Pass model='...', or leave from_scratch out."
             )
-        set_seed(given.arguments["args"].seed)
+        set_seed(call.arguments["args"].seed)
         with upstream_names(type(self), create_model_from_path=_initialize):
-            super()._set_up(given)
+            super()._set_up(call)
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         prepare = super()._prepare_dataset
