@@ -163,8 +163,8 @@ class Backend(ABC):
         `compile_cache_dir` of [`~hf_tpu_ext.trainers.ExtensionArguments`]. Returns a line for each thing that a person
         should know.
         """
-        directory, chosen = cache_root(setting)
-        if directory is None or not chosen:
+        directory, is_explicit = cache_root(setting)
+        if directory is None or not is_explicit:
             return []
         return [f"compile_cache_dir={directory} has no effect on {self.name}: nothing is compiled"]
 

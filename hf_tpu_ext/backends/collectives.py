@@ -48,16 +48,16 @@ _COLLECTIVES = (torch.ops.hf_tpu_ext.gather_over_ranks.default, torch.ops.hf_tpu
 
 
 def cut_at_collectives(
-    graph: GraphModule, given: Sequence[Tensor], compile_graph: Callable[[GraphModule, Sequence[Any]], Callable]
+    graph: GraphModule, arguments: Sequence[Tensor], compile_graph: Callable[[GraphModule, Sequence[Any]], Callable]
 ) -> Callable:
     """
-    Compile a graph for the arguments `given` by `compile_graph`, which takes both: whole, or where processes exchange tensors in
+    Compile a graph for `arguments` by `compile_graph`, which takes both: whole, or where processes exchange tensors in
     it, as programs that run before and after each exchange. These are compiled when they are first run.
     """
     if not any(node.target in _COLLECTIVES for node in graph.graph.nodes):
-        return compile_graph(graph, given)
+        return compile_graph(graph, arguments)
     # Nothing is written in place but arguments, at the end: what is read would not be seen to depend on what is written to a view.
-    graph = make_fx(functionalize(graph), tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
+    graph = make_fx(functionalize(graph), tracing_mode="fake", _allow_non_fake_inputs=True)(*arguments)
     # What nothing uses would be after the exchanges, and what it is made of be handed over.
     graph.graph.eliminate_dead_code()
     parts = _parts_of(graph)
@@ -76,7 +76,7 @@ def _parts_of(graph: GraphModule) -> dict[Node, int]:
     nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
     depth: dict[Node, int] = {}
     for node in nodes:
-        depth[node] = max((depth.get(given, 0) for given in node.all_input_nodes), default=0)
+        depth[node] = max((depth.get(source, 0) for source in node.all_input_nodes), default=0)
         depth[node] += node.target in _COLLECTIVES
     last = 2 * max(depth.values(), default=0)
     parts: dict[Node, int] = {}
@@ -106,10 +106,10 @@ class _Compiled(nn.Module):
             output.args = ((output.args[0],),)
             graph.recompile()
         # Not as a child: it is no part of the module that runs.
-        self._make, self._run = (lambda given: compile_graph(graph, given)), None
+        self._make, self._run = (lambda arguments: compile_graph(graph, arguments)), None
 
-    def forward(self, *given: Any) -> Any:
+    def forward(self, *arguments: Any) -> Any:
         if self._run is None:
-            self._run = self._make(given)
-        results = self._run(*given)
+            self._run = self._make(arguments)
+        results = self._run(*arguments)
         return results[0] if self._is_one else results

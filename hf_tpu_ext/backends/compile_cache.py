@@ -22,19 +22,19 @@ _NOT_OF_THE_TOOLCHAIN = ("XLA_FNTRACKER_", "XLA_PERSISTENT_CACHE_", "XLA_COORDIN
 
 def cache_root(setting: str) -> tuple[Path | None, bool]:
     """
-    Where compiled programs are kept (`None`: nowhere), and whether a person chose it.
+    The directory of compiled programs (`None`: there is none), and whether a person chose it.
 
     `setting` is `"off"`, a directory or `"auto"`: what the environment variable `HF_TPU_EXT_COMPILE_CACHE` says, or a
     directory of the user's. Raises `ValueError` if it is empty, or the user has no home directory.
     """
-    chosen = (os.environ.get(VARIABLE) or "auto") if setting == "auto" else setting
-    if not chosen:
+    value = (os.environ.get(VARIABLE) or "auto") if setting == "auto" else setting
+    if not value:
         raise UserError("compile_cache_dir is empty. Set it to 'auto', to 'off' or to a directory.")
-    if chosen == "off":
+    if value == "off":
         return None, True
-    if chosen == "auto":
+    if value == "auto":
         return _expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "hf_tpu_ext" / "compile", False
-    return _expanded(chosen).absolute(), True
+    return _expanded(value).absolute(), True
 
 
 def _expanded(path: str) -> Path:

@@ -24,7 +24,7 @@ REPLACES_STATE = "a tensor of the training state is replaced in the middle of a 
 _MOST_CHANGES = 8
 
 
-class Form(NamedTuple):
+class ShapeAndDtype(NamedTuple):
     """What a program depends on of a tensor that it is given."""
 
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class Form(NamedTuple):
 
 def describe_batch(batch: Mapping[Hashable, Any]) -> dict[Hashable, Hashable]:
     """
-    What a program depends on of a batch, by its keys: of tensors the form, of other values all. What is in lists and dictionaries
+    What a program depends on of a batch, by its keys: of tensors shape and dtype, of other values all. What is in lists and dictionaries
     has keys such as `images[0]`.
     """
     described = {}
@@ -51,7 +51,7 @@ def _is_empty(value: Any) -> bool:
 
 def _describe(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
-        return Form(value.shape, value.dtype)
+        return ShapeAndDtype(value.shape, value.dtype)
     return (value.shape, value.dtype.str, value.tobytes()) if isinstance(value, np.ndarray) else repr(value)
 
 
@@ -152,7 +152,7 @@ class CompiledFunction(ABC):
     ):
         self._backend, self._function, self._list_state = backend, function, state
         self._fingerprint, self._copies, self._draws_on_host, self._warn = fingerprint, copies, draws_on_host, warn
-        self._known: dict[Hashable, Any] = {}
+        self._programs: dict[Hashable, Any] = {}
         self._changes = 0
         # Whether what programs depend on is compared at the next call, and at those after it.
         self._compares = self._compares_again = True
@@ -185,7 +185,7 @@ class CompiledFunction(ABC):
         self._forget()
 
     def _forget(self) -> None:
-        self._known.clear()
+        self._programs.clear()
 
     def _agree(self, what: str, reason: str | None) -> str | None:
         """What this process has found out, or another one, where they trace and run programs together."""
@@ -209,7 +209,7 @@ class CompiledFunction(ABC):
         if reason is not None:
             self.refuse(reason)
             return
-        if self._known:
+        if self._programs:
             # Where that compiles another program, the watch says so.
             logger.info(f"The step is traced again: {change}.")
         self._forget()
@@ -225,7 +225,7 @@ class RealCopies(AbstractContextManager):
     """Context in which copies of device tensors have memory of their own, as on an eager device."""
 
     #: Whether device tensors came out of a call since this was last set to `False`: one may be an alias of a weight.
-    seen: bool
+    has_aliases: bool
 
     @abstractmethod
     @contextmanager

@@ -113,8 +113,8 @@ def would_use_tpu(backend: str | None, environment: Mapping[str, str]) -> bool:
     Whether a run with a setting `backend` and these environment variables would be on this machine's TPU, as
     [`~hf_tpu_ext.backends.selection.select_backend`] chooses.
     """
-    asked = backend if backend not in (None, "auto") else environment.get("HF_TPU_EXT_BACKEND", "auto")
-    if not tpu_chips() or asked not in ("auto", *TPU_BACKENDS) or environment.get("PJRT_DEVICE", "TPU") != "TPU":
+    setting = backend if backend not in (None, "auto") else environment.get("HF_TPU_EXT_BACKEND", "auto")
+    if not tpu_chips() or setting not in ("auto", *TPU_BACKENDS) or environment.get("PJRT_DEVICE", "TPU") != "TPU":
         return False
     if environment.get("ACCELERATE_USE_CPU", "").lower() in YES:
         return False

@@ -32,7 +32,7 @@ class DeviceProcesses(Processes):
         self.count, self.index = self.row_shards, self.row_shard = dist.get_world_size(), dist.get_rank()
         self.hosts = max(1, self.count // int(os.environ.get("LOCAL_WORLD_SIZE", self.count)))
         self._by_host, self._host_group = by_host, host_group
-        self._asked: str | None = None
+        self._stop_reason: str | None = None
 
     # ---- Values on the host ----
 
@@ -89,16 +89,16 @@ class DeviceProcesses(Processes):
     # ---- Stopping: after the step in which one of them was told to ----
 
     def begin_listening(self) -> None:
-        self._asked = None
+        self._stop_reason = None
 
     def request_stop(self, reason: str) -> None:
-        self._asked = self._asked or reason
+        self._stop_reason = self._stop_reason or reason
 
     def reached(self) -> str | None:
-        asked = self._asked
-        if not self.most([asked is not None])[0]:
+        own_reason = self._stop_reason
+        if not self.most([own_reason is not None])[0]:
             return None
-        return next(reason for reason in self.exchange("a stop", asked) if reason is not None)
+        return next(reason for reason in self.exchange("a stop", own_reason) if reason is not None)
 
 
 def launched_processes() -> Processes:

@@ -22,10 +22,10 @@ _NO = {"", "off", "false", "f", "no", "n", "0"}
 def hugepages_setting(path: Path = HUGEPAGES) -> str | None:
     """When the kernel uses transparent hugepages: `"always"`, `"madvise"`, `"never"`; `None` where it has none."""
     try:
-        chosen = re.search(r"\[(\w+)\]", path.read_text(encoding="utf-8"))
+        match = re.search(r"\[(\w+)\]", path.read_text(encoding="utf-8"))
     except OSError:
         return None
-    return chosen and chosen[1]
+    return match and match[1]
 
 
 def enable_hugepages(path: Path = HUGEPAGES) -> list[str]:
@@ -83,13 +83,13 @@ def let_forks_tokenize(num_workers: int, start_method: str | None) -> list[str]:
     A fork of a process has one of its threads. Told by `TOKENIZERS_PARALLELISM=true` to use the others, a tokenizer in
     a fork waits for them. Where the variable is not set, the tokenizers library tells a fork by itself.
     """
-    asked = os.environ.get(_PARALLELISM)
+    value = os.environ.get(_PARALLELISM)
     default = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-    if not num_workers or (start_method or default) != "fork" or asked is None or asked.lower() in _NO:
+    if not num_workers or (start_method or default) != "fork" or value is None or value.lower() in _NO:
         return []
     os.environ[_PARALLELISM] = "false"
     return [
-        f"{_PARALLELISM}={asked} is false from now on: a tokenizer in a forked dataloader worker would wait for threads that "
+        f"{_PARALLELISM}={value} is false from now on: a tokenizer in a forked dataloader worker would wait for threads that "
         "are not there"
     ]
 

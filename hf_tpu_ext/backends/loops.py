@@ -8,7 +8,7 @@ import torch
 class Loops:
     """Loops in plain PyTorch. Autograd does not follow them; inside a body gradients can be computed."""
 
-    #: Whether a loop is part of a program that is recorded. Elsewhere its turns run one after the other.
+    #: Whether a loop is part of a program that is recorded. Elsewhere its iterations run one after the other.
     in_programs = False
 
     def scan(
@@ -25,19 +25,19 @@ class Loops:
         Args:
             body (`Callable`):
                 Called as `body(carry, entries)` with tuples of tensors. Returns what is carried on, of the same shapes and
-                dtypes, and the turn's results.
+                dtypes, and the iteration's results.
             carry (`tuple[torch.Tensor, ...]`):
-                What the first turn gets.
-            tensors (`tuple[torch.Tensor, ...]` of shapes `(turns, ...)`):
+                What the first iteration gets.
+            tensors (`tuple[torch.Tensor, ...]` of shapes `(iterations, ...)`):
                 What to go through.
             reverse (`bool`, *optional*, defaults to `False`):
                 Whether to begin with the last entry. The results are in the order of the entries all the same.
             until (`bool`, *optional*, defaults to `False`):
                 Whether the loop ends as soon as the first tensor that is carried, bool of shape `()`, is true. The results of
-                turns that do not run are zeros.
+                iterations that do not run are zeros.
 
         Returns:
-            `tuple`: What the last turn carried on, and the results of all turns, stacked.
+            `tuple`: What the last iteration carried on, and the results of all iterations, stacked.
         """
         results = []
         order = slice(None, None, -1 if reverse else 1)
@@ -68,9 +68,9 @@ class Loops:
         Args:
             body (`Callable`):
                 Called as `body(carry, rows)`. Returns what is carried on, what is put into the same row of `into`, and the
-                turn's results.
+                iteration's results.
             carry (`tuple`):
-                What the first turn gets.
+                What the first iteration gets.
             tensors (`tuple[torch.Tensor, ...]` of shapes `(rows, ...)`):
                 What to go through.
             row (`torch.Tensor` of shape `()`, int32):
@@ -83,17 +83,17 @@ class Loops:
                 Whether the rows are `row`, `row - 1` and so on.
 
         Returns:
-            `tuple`: What the last turn carried on, the row after it, `into`, and the results of all turns, stacked in their order.
+            `tuple`: What the last iteration carried on, the row after it, `into`, and the results of all, stacked in their order.
         """
 
-        def turn(state: tuple, _) -> tuple[tuple, tuple]:
+        def row_body(state: tuple, _) -> tuple[tuple, tuple]:
             row, carry, tensors, into = state
             carry, put, results = body(carry, tuple(self.take_rows(tensor, row, 1)[0] for tensor in tensors))
             into = tuple(self.put_rows(whole, row, part[None]) for whole, part in zip(into, put, strict=True))
             return (row - 1 if reverse else row + 1, carry, tensors, into), results
 
-        turns = torch.arange(count, device=row.device)
-        (row, carry, _, into), results = self.scan(turn, (row, carry, tensors, into), (turns,))
+        iterations = torch.arange(count, device=row.device)
+        (row, carry, _, into), results = self.scan(row_body, (row, carry, tensors, into), (iterations,))
         return carry, row, into, results
 
     def take_rows(self, tensor: torch.Tensor, start: torch.Tensor, size: int) -> torch.Tensor:

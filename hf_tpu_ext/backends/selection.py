@@ -25,7 +25,7 @@ from .detect import (
 )
 
 
-_chosen: dict[str, Backend] = {}
+_backends: dict[str, Backend] = {}
 
 
 @without_garbage_collection()
@@ -53,7 +53,7 @@ def select_backend(name: str | None = None, num_chips: int | None = None) -> Bac
             environment asks for a device that there is not.
     """
     backend = find_backend(name)
-    backend.use_chips(*_wanted_chips(num_chips))
+    backend.use_chips(*_requested_chips(num_chips))
     _switch_off_upstream_xla()
     if backend.name != "cuda":
         _accept_bf16()
@@ -64,19 +64,19 @@ def select_backend(name: str | None = None, num_chips: int | None = None) -> Bac
 
 def find_backend(name: str | None) -> Backend:
     """The backend that [`select_backend`] would choose, with as many chips as it has, and upstream left as it is."""
-    asked, source = name or "auto", "backend"
-    if asked == "auto":
-        asked, source = os.environ.get("HF_TPU_EXT_BACKEND", "auto"), "HF_TPU_EXT_BACKEND"
-    if asked not in BACKENDS:
-        raise UserError(f"Unknown {source}={asked!r}. Allowed: {', '.join(BACKENDS)}.")
-    if asked not in _chosen:
+    setting, source = name or "auto", "backend"
+    if setting == "auto":
+        setting, source = os.environ.get("HF_TPU_EXT_BACKEND", "auto"), "HF_TPU_EXT_BACKEND"
+    if setting not in BACKENDS:
+        raise UserError(f"Unknown {source}={setting!r}. Allowed: {', '.join(BACKENDS)}.")
+    if setting not in _backends:
         skip_metadata_query()
         # A choice stands once it is made, "auto" too: torch_xla's import changes the environment that it is made from.
-        _chosen[asked] = _choose() if asked == "auto" else _explicit(asked, f"{source}='{asked}'")
-    return _chosen[asked]
+        _backends[setting] = _choose() if setting == "auto" else _explicit(setting, f"{source}='{setting}'")
+    return _backends[setting]
 
 
-def _wanted_chips(num_chips: int | None) -> tuple[int | None, str]:
+def _requested_chips(num_chips: int | None) -> tuple[int | None, str]:
     """How many chips are asked for, and the setting that says so."""
     value = os.environ.get("TPU_NUM_DEVICES")
     if num_chips is not None or not value:
@@ -91,8 +91,8 @@ def prepare_processes(backend: Backend, num_chips: int | None) -> int:
     Count the processes that a run is to have, with `num_chips` as in [`select_backend`]: one, or where a process drives one
     chip ([`Backend.chips_of_host`]), one for each chip. Where there are to be several, the environment is set up for them.
     """
-    wanted, setting = _wanted_chips(num_chips)
-    count = backend.chips_of_host if wanted is None else wanted
+    chips, setting = _requested_chips(num_chips)
+    count = backend.chips_of_host if chips is None else chips
     if backend.chips_of_host == 1 or count == 1:
         return 1
     backend.prepare_processes(count, setting)
@@ -125,7 +125,7 @@ def select_tracing(num_chips: int, hosts: Sequence[Sequence[int]] = (), chip: Ch
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(num_chips)}
     from .xla.tracing import TracingBackend
 
-    _chosen["auto"] = _chosen["xla"] = TracingBackend(num_chips, hosts, chip)
+    _backends["auto"] = _backends["xla"] = TracingBackend(num_chips, hosts, chip)
     return select_backend("xla")
 
 

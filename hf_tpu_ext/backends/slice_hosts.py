@@ -106,8 +106,8 @@ class SliceHosts(Processes):
         # What others know of.
         self._raised: Exception | None = None
         self._closing = threading.Event()
-        # Turns of watching the others.
-        self._turns = 0
+        # How often the thread has watched the others.
+        self._rounds = 0
         try:
             self._store = self._connect(address, port, is_server=index == 0)
             # A client of its own: one that waits keeps others of its process out.
@@ -141,8 +141,8 @@ class SliceHosts(Processes):
         keys = [f"value/{number}/{host}" for host in range(self.count)]
         self._waiting = number
         try:
-            said = None if error is None else f"{type(error).__name__}: {error}"
-            self._store.set(keys[self.index], json.dumps([what, value, said]))
+            message = None if error is None else f"{type(error).__name__}: {error}"
+            self._store.set(keys[self.index], json.dumps([what, value, message]))
             self._wait_for(keys, what)
             found = [json.loads(text) for text in self._store.multi_get(keys)]
         except DistError as lost:
@@ -159,9 +159,9 @@ class SliceHosts(Processes):
             raise HostsDisagree("\n".join(failed))
         places = [place for place, *_ in found]
         if len(set(places)) > 1:
-            said = "; ".join(f"host {host}: {place}" for host, place in enumerate(places))
+            message = "; ".join(f"host {host}: {place}" for host, place in enumerate(places))
             raise HostsDisagree(
-                f"Hosts are at different places of the run ({said}). All have to run the same code: what uses the model "
+                f"Hosts are at different places of the run ({message}). All have to run the same code: what uses the model "
                 "must not stand behind a question which host this is."
             )
         return [value for _, value, _ in found]
@@ -220,7 +220,7 @@ class SliceHosts(Processes):
 
     def _agree_on_stop(self) -> None:
         """
-        One turn of finding the place to stop at: the next one after all that any host has passed. Hosts wait at their
+        One round of finding the place to stop at: the next one after all that any host has passed. Hosts wait at their
         next place until it is found, whatever their chips do, so that none is beyond it.
         """
         listening = self._listenings
@@ -255,20 +255,24 @@ class SliceHosts(Processes):
         needed = [0] * self.count
         while not self._closing.wait(_INTERVAL):
             try:
-                self._turns += 1
-                self._watched.set(beats[self.index], str(self._turns))
+                self._rounds += 1
+                self._watched.set(beats[self.index], str(self._rounds))
                 self._agree_on_stop()
-                found, said = ([text.decode() for text in self._watched.multi_get(keys)] for keys in (states, beats))
+                state_texts, beat_texts = (
+                    [text.decode() for text in self._watched.multi_get(keys)] for keys in (states, beats)
+                )
             except DistError:
                 if not self._closing.is_set():
                     self._lose(0, "cannot be reached any more")
                 return
             now = time.monotonic()
-            heard = [(text, since if text == last else now) for text, (last, since) in zip(said, heard, strict=True)]
-            for host, state in enumerate(found):
+            heard = [
+                (text, since if text == last else now) for text, (last, since) in zip(beat_texts, heard, strict=True)
+            ]
+            for host, state in enumerate(state_texts):
                 if state.startswith(_FAILED):
                     self._lose(host, f"has ended with an error ({state.removeprefix(_FAILED).strip()})")
-            for host, state in enumerate(found):
+            for host, state in enumerate(state_texts):
                 # It may have been needed until a moment ago.
                 needed[host] = needed[host] + 1 if state == _ENDED and self._needs(host) else 0
                 if needed[host] == 3:
@@ -277,12 +281,12 @@ class SliceHosts(Processes):
                     self._lose(host, f"has said nothing for {self._silence:g} seconds")
 
     def _watch_first(self) -> None:
-        """The first hangs where a turn of watching, which asks it, does not end. Those are waited for without an end."""
+        """The first host hangs where a round of watching, which asks it, does not end: its answer is waited for without an end."""
         last, intervals = 0, 0
         while not self._closing.wait(_INTERVAL):
             # Counted, for a host that itself stood still.
-            intervals = intervals + 1 if self._turns == last else 0
-            last = self._turns
+            intervals = intervals + 1 if self._rounds == last else 0
+            last = self._rounds
             if intervals * _INTERVAL > self._silence:
                 self._lose(0, f"has said nothing for {self._silence:g} seconds")
 
@@ -313,8 +317,8 @@ class SliceHosts(Processes):
             return
         # An error that was not handled, as the interpreter notes it.
         error = vars(sys).get("last_value")
-        known = error is None or isinstance(error, HostsDisagree) or error is self._raised
-        state = _ENDED if known else f"{_FAILED} {type(error).__name__}: {error}"
+        is_known = error is None or isinstance(error, HostsDisagree) or error is self._raised
+        state = _ENDED if is_known else f"{_FAILED} {type(error).__name__}: {error}"
         with suppress(DistError):
             self._watched.set(f"state/{self.index}", state)
             if self.index == 0:

@@ -151,7 +151,7 @@ def build_cache(
     quiet = quiet or processes.index > 0
     progress = tqdm(total=settings.sequences, initial=settings.sequences - left, unit=" sequences", disable=quiet)
     # Rotary embeddings are those of the rows, which are shorter than the columns.
-    with progress as bar, BatchLength([teacher.model], max(sequences.lengths)).told():
+    with progress as bar, BatchLength([teacher.model], max(sequences.lengths)).override_rope():
         for first in range(0, len(pending), processes.count):
             # A file for each process. At the end some have none left.
             files = pending[first : first + processes.count]

@@ -124,16 +124,16 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx, *gradients: Tensor | None) -> tuple:
         backend, count = ctx.backend, ctx.num_inputs
         # What is computed again depends on the gradient, so it is not what was computed before.
-        known = [gradient for gradient in gradients if gradient is not None]
-        separated = backend.separate([*ctx.saved_tensors, *known])
-        saved, known = separated[: len(ctx.saved_tensors)], iter(separated[len(ctx.saved_tensors) :])
-        gradients = [None if gradient is None else next(known) for gradient in gradients]
+        present = [gradient for gradient in gradients if gradient is not None]
+        separated = backend.separate([*ctx.saved_tensors, *present])
+        saved, present = separated[: len(ctx.saved_tensors)], iter(separated[len(ctx.saved_tensors) :])
+        gradients = [None if gradient is None else next(present) for gradient in gradients]
         inputs = [
             value.detach().requires_grad_(needs)
             for value, needs in zip(saved[:count], ctx.needs_input_grad[4:], strict=True)
         ]
-        kept = Dots(list(saved[count:])) if ctx.keeps_dots else nullcontext()
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), ctx.autocast(), ctx.random_numbers(), kept:
+        dots = Dots(list(saved[count:])) if ctx.keeps_dots else nullcontext()
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), ctx.autocast(), ctx.random_numbers(), dots:
             torch.set_rng_state(ctx.state_of_host)
             outputs = ctx.call(*inputs)
         pairs = [

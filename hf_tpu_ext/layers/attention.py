@@ -52,7 +52,7 @@ _STATEFUL_LAYERS = {"linear_attention", "mamba", "recurrent", "conv", "hybrid", 
 _SAME_NUMBERS = (None, "eager", "sdpa")
 
 
-def choose_attention(model: nn.Module, backend: Backend, wanted: str = "auto") -> str:
+def choose_attention(model: nn.Module, backend: Backend, setting: str = "auto") -> str:
     """
     Choose the attention that a model is to compute with on a backend, and make it known to transformers. One that code outside
     transformers has registered, and that the model was loaded with, is kept: it may compute something of its own.
@@ -62,7 +62,7 @@ def choose_attention(model: nn.Module, backend: Backend, wanted: str = "auto") -
             The model, or a wrapper of it.
         backend ([`Backend`]):
             The backend in use.
-        wanted (`str`, *optional*, defaults to `"auto"`):
+        setting (`str`, *optional*, defaults to `"auto"`):
             One of [`ATTENTIONS`].
 
     Returns:
@@ -79,30 +79,30 @@ def choose_attention(model: nn.Module, backend: Backend, wanted: str = "auto") -
     if isinstance(model, PreTrainedModel) and is_of_user(
         AttentionInterface(), own := model.config._attn_implementation
     ):
-        if wanted != "auto":
+        if setting != "auto":
             raise UserError(
-                f"attention={wanted!r} does not go together with the attention {own!r}, which is registered by your own code and "
+                f"attention={setting!r} does not go together with the attention {own!r}, which is registered by your own code and "
                 "which the model was loaded with. Leave out one of the two."
             )
         return own
     if isinstance(model, PreTrainedModel) and (kinds := _kinds_of_layers(model) - _PLAIN_LAYERS - _STATEFUL_LAYERS):
-        if wanted != "auto":
+        if setting != "auto":
             raise UserError(
-                f"attention={wanted!r} is not possible: layers of {type(model).__name__} are of the kind {', '.join(sorted(kinds))}, "
+                f"attention={setting!r} is not possible: layers of {type(model).__name__} are of the kind {', '.join(sorted(kinds))}, "
                 "which only the model's own attention computes. Leave it out."
             )
         return "eager"
     # The kernel is for TPU. Elsewhere it is interpreted, which is slow.
-    asked = wanted == "splash" or (wanted == "auto" and backend.kernels.platform == "tpu")
+    wants_splash = setting == "splash" or (setting == "auto" and backend.kernels.platform == "tpu")
     # Such models take masks that are no tensors, and so do not look into them.
     opaque = isinstance(model, PreTrainedModel) and model._supports_flex_attn
     reason = None if opaque else f"code of {type(model).__name__} may look into masks"
     name = _SLICED if reason is None else _SLICED_EAGER
-    if asked:
+    if wants_splash:
         reason = reason or why_no_splash(backend)
         if reason is None:
             name = _SPLASH
-        elif wanted == "splash":
+        elif setting == "splash":
             raise UserError(f"attention='splash' is not possible: {reason}. Leave it out, or set it to 'slices'.")
         else:
             logger.warning_once(f"Attention is computed in slices: {reason}.")
@@ -120,19 +120,21 @@ def _kinds_of_layers(model: PreTrainedModel) -> set[str]:
     return set(vars(model.config.get_text_config()).get("layer_types") or ())
 
 
-def attention_to_load_with(asked: str | None, traced: bool = True) -> tuple[str, list[str]]:
+def attention_to_load_with(attn_implementation: str | None, traced: bool = True) -> tuple[str, list[str]]:
     """
     Choose what a model is loaded with whose attention is replaced when it is placed, or kept where steps are not `traced`, and
     the caller asked for the `attn_implementation`. Returns its name, and a line where the caller's choice has no effect.
     """
-    if is_of_user(AttentionInterface(), asked):
-        return asked, []
-    if not traced and asked in _SAME_NUMBERS:
-        return asked or "sdpa", []
+    if is_of_user(AttentionInterface(), attn_implementation):
+        return attn_implementation, []
+    if not traced and attn_implementation in _SAME_NUMBERS:
+        return attn_implementation or "sdpa", []
     if not traced:
-        return "sdpa", [f"attn_implementation={asked} is replaced by sdpa: its kernels are not for TPU"]
+        return "sdpa", [f"attn_implementation={attn_implementation} is replaced by sdpa: its kernels are not for TPU"]
     replaced = (
-        [] if asked in _SAME_NUMBERS else [f"attn_implementation={asked} is replaced by attention that XLA compiles"]
+        []
+        if attn_implementation in _SAME_NUMBERS
+        else [f"attn_implementation={attn_implementation} is replaced by attention that XLA compiles"]
     )
     return "eager", replaced
 
@@ -167,8 +169,8 @@ def _static_mask(
     name: str, *, mask_function, segment_ids: torch.Tensor | None, q_length: int, **kwargs
 ) -> torch.Tensor | TokenMask:
     if name == _SPLASH or (name == _SLICED and q_length**2 > SLICE_ELEMENTS):
-        given = {key: kwargs[key] for key in ("attention_mask", "batch_size", "kv_length", "device", "dtype")}
-        mask = make_token_mask(mask_function, segment_ids=segment_ids, q_length=q_length, **given)
+        arguments = {key: kwargs[key] for key in ("attention_mask", "batch_size", "kv_length", "device", "dtype")}
+        mask = make_token_mask(mask_function, segment_ids=segment_ids, q_length=q_length, **arguments)
         if mask is not None:
             return mask
     if segment_ids is not None:

@@ -62,7 +62,7 @@ class BatchLength:
         #: What the batch under way has on the device. Empty in between, for what compares the state of two steps.
         self.values: dict[Hashable, Tensor] = {}
         self._adds_noise = False
-        self._is_told = False
+        self._is_overridden = False
         self._sees_padding = sees_padding
         self._block_sparse = [module for model in models for module in model.modules() if is_block_sparse(module)]
         self._ropes: list[nn.Module] = []
@@ -130,8 +130,8 @@ class BatchLength:
         last = length - 1 if positions is None else int(positions.max())
         for place, (_, on_host) in enumerate(self._by_length):
             for layers in _types_of(on_host):
-                given = {} if layers is None else {"layer_type": layers}
-                on_host(torch.zeros(1), torch.tensor([[last]]), **given)
+                kwargs = {} if layers is None else {"layer_type": layers}
+                on_host(torch.zeros(1), torch.tensor([[last]]), **kwargs)
             # Of one row: what has as many as the batch is split over the chips.
             data |= {
                 (_KEY, place, name): value[None].clone() for name, value in on_host.named_buffers() if _is_used(name)
@@ -154,12 +154,12 @@ class BatchLength:
         self._adds_noise = False
 
     @contextmanager
-    def told(self) -> Iterator[None]:
-        """Within this context, models take the length of a batch from here."""
-        if self._is_told:
+    def override_rope(self) -> Iterator[None]:
+        """Within this context, rotary embeddings of the models take the length of a batch from here."""
+        if self._is_overridden:
             yield
             return
-        self._is_told = True
+        self._is_overridden = True
         scaled = [module for module, _ in self._by_length]
         for module in self._ropes:
             place = scaled.index(module) if module in scaled else None
@@ -167,7 +167,7 @@ class BatchLength:
         try:
             yield
         finally:
-            self._is_told = False
+            self._is_overridden = False
             for module in self._ropes:
                 del module.forward
 
@@ -197,14 +197,14 @@ def _rotary(
         # Of another call than that of a batch.
         return upstream(module, x, position_ids, *args, **kwargs)
     buffers = module._buffers
-    sent = {key[2]: value[0] for key, value in values.items() if key[1] == place}
-    kept = {name: buffers[name] for name in sent}
-    buffers.update(sent)
+    sent_buffers = {key[2]: value[0] for key, value in values.items() if key[1] == place}
+    own_buffers = {name: buffers[name] for name in sent_buffers}
+    buffers.update(sent_buffers)
     try:
         # Without what looks for the longest row among the columns, and reads it from the device.
         return inspect.unwrap(upstream)(module, x, position_ids, *args, **kwargs)
     finally:
-        buffers.update(kept)
+        buffers.update(own_buffers)
 
 
 def _add_noise(values: dict[Hashable, Tensor], module: nn.Module, _, output: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def head_wrapped_by(wrap: Callable[[Callable], Callable]) -> Iterator[None]:
 
 class LoopedLogProbs(torch.autograd.Function):
     """
-    `trl.kernels.ChunkedLogProbFunction`, with the slices of the vocabulary as the turns of one loop.
+    `trl.kernels.ChunkedLogProbFunction`, with the slices of the vocabulary as the iterations of one loop.
 
     Upstream's is a loop of Python, of which XLA sees every turn: the program grows with the tokens and with the
     vocabulary, and with it the memory, since the compiler overlaps the turns. What a turn computes is upstream's, too. The
@@ -57,7 +57,7 @@ class LoopedLogProbs(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, targets, temperature, softcap, scale, outputs, backend):
         ctx.set_materialize_grads(False)
         ctx.dtype = matmul_dtype(hidden)
-        ctx.backend, ctx.apart = backend, backend.manual_sharding.active
+        ctx.backend, ctx.is_manual = backend, backend.manual_sharding.active
         ctx.transform = {
             "logit_scale": scale,
             "softcap": softcap or 1.0,
@@ -69,7 +69,7 @@ class LoopedLogProbs(torch.autograd.Function):
         ctx.factor = (
             scale / temperature if softcap is None and ctx.needs_input_grad[:3] == (True, False, False) else None
         )
-        wanted = {f"HAS_{name.upper()}": name in outputs for name in OPTIONAL_OUTPUTS}
+        flags = {f"HAS_{name.upper()}": name in outputs for name in OPTIONAL_OUTPUTS}
         (tokens, _), vocabulary = hidden.shape, weight.shape[0]
 
         def fold(start: Tensor, size: int, constants: tuple, carry: tuple) -> tuple:
@@ -78,7 +78,7 @@ class LoopedLogProbs(torch.autograd.Function):
             rows = _rows(weight, start, size, ctx)
             tile = _logits(hidden, rows, bias, start, ctx)
             largest = sums[0].clone()
-            _forward_tile(tile, None, targets - start, *sums, 0, size, **wanted, **ctx.transform)
+            _forward_tile(tile, None, targets - start, *sums, 0, size, **flags, **ctx.transform)
             if ctx.factor is not None:
                 weights = torch.exp(tile.float() * scale * (1 / temperature) - sums[0][:, None]).to(ctx.dtype)
                 mean_row = mean_row * torch.exp(largest - sums[0])[:, None] + weights.float() @ rows.float()
@@ -93,17 +93,17 @@ class LoopedLogProbs(torch.autograd.Function):
         sums = _over_slices(fold, (hidden, weight, bias, targets), (*sums, mean_row), tokens, vocabulary, backend)
         largest, total, z_total, square_total, z_sum, before_target, target, mean_row = sums
         log_total = largest + total.log()
-        found = {
+        all_outputs = {
             "entropy": log_total - z_total / total,
             "log_sum_sq_probs": square_total.log() - 2 * total.log(),
             "mean_logits": z_sum / vocabulary,
             "is_top1": (target >= largest) & (target > before_target),
         }
-        results = tuple(found[name] if name in outputs else None for name in OPTIONAL_OUTPUTS)
+        results = tuple(all_outputs[name] if name in outputs else None for name in OPTIONAL_OUTPUTS)
         towards_target = None
         if ctx.factor is not None:
             towards_target = weight[targets].to(ctx.dtype).float() - mean_row / total[:, None]
-        ctx.save_for_backward(hidden, weight, bias, targets, log_total, found["entropy"], towards_target)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_total, all_outputs["entropy"], towards_target)
         ctx.mark_non_differentiable(*(result for result in results[1:] if result is not None))
         return target - log_total, *results
 
@@ -146,7 +146,7 @@ class LoopedLogProbs(torch.autograd.Function):
 
         gradients = (zeros(hidden, True), zeros(weight, needs_weight), zeros(bias, needs_bias))
         constants = (hidden, weight, bias, targets, log_total, entropy, log_probs_grad, entropy_grad)
-        with ctx.backend.manual_sharding.region(ctx.apart):
+        with ctx.backend.manual_sharding.region(ctx.is_manual):
             gradients = _over_slices(differentiate, constants, gradients, tokens, vocabulary, ctx.backend)
         gradients = (
             None if gradient is None else gradient.to(tensor.dtype)
@@ -168,27 +168,27 @@ def _logits(hidden: Tensor, rows: Tensor, bias: Tensor | None, start: Tensor, ct
 
 
 def _over_slices(
-    turn: Callable, constants: tuple, carry: tuple, tokens: int, vocabulary: int, backend: Backend
+    body: Callable, constants: tuple, carry: tuple, tokens: int, vocabulary: int, backend: Backend
 ) -> tuple:
     """
-    Go through the vocabulary: whole slices are the turns of the loop, and what is left is one with fewer columns.
+    Go through the vocabulary: whole slices are the iterations of the loop, and what is left is one with fewer columns.
 
-    A turn is called as `turn(start, size, constants, carry)`, and returns the next `carry`; that of the last is
-    returned. The loop carries the constants as well: it would compute them anew in each turn.
+    `body(start, size, constants, carry)` is called for each, and returns the next `carry`; that of the last is returned. The loop
+    carries the constants as well: each iteration would compute them anew.
     """
     size = min(vocabulary, max(_LEAST_SLICE, _TILE_ELEMENTS // tokens // _LEAST_SLICE * _LEAST_SLICE))
     count, left = divmod(vocabulary, size)
     starts = torch.arange(0, count * size, size, device=constants[0].device)
 
-    def one_turn(carried: tuple, entries: tuple) -> tuple:
+    def iteration(carried: tuple, entries: tuple) -> tuple:
         constants, carry = carried
-        return (constants, turn(entries[0], size, constants, carry)), ()
+        return (constants, body(entries[0], size, constants, carry)), ()
 
-    # The dtypes are the turn's business.
+    # Autocast is off: `body` chooses the dtypes itself.
     with torch.no_grad(), torch.autocast(starts.device.type, enabled=False):
-        (_, carry), _ = backend.loops.scan(one_turn, (constants, carry), (starts,))
+        (_, carry), _ = backend.loops.scan(iteration, (constants, carry), (starts,))
         if left:
-            carry = turn(torch.full((), count * size, device=starts.device), left, constants, carry)
+            carry = body(torch.full((), count * size, device=starts.device), left, constants, carry)
     return carry
 
 

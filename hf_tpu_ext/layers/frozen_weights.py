@@ -161,10 +161,12 @@ class FrozenWeights:
     def shorten(self, holds: Callable[[Sequence[Tensor]], list[bool]]) -> None:
         """Turn the weights that bfloat16 holds exactly, which `holds` says as [`bfloat16_holds`], into bfloat16."""
         found = _find_modules(self._model)
-        is_held = holds([modules[0].weight for modules in found.values()])
-        # Layers are to stay alike, for those that run as one loop.
-        not_held = {name_of_any_layer(name) for name, held in zip(found, is_held, strict=True) if not held}
-        self._modules = {name: modules for name, modules in found.items() if name_of_any_layer(name) not in not_held}
+        fits_bfloat16 = holds([modules[0].weight for modules in found.values()])
+        # All layers get the same dtypes: they may run as one loop.
+        too_precise = {name_of_any_layer(name) for name, fits in zip(found, fits_bfloat16, strict=True) if not fits}
+        self._modules = {
+            name: modules for name, modules in found.items() if name_of_any_layer(name) not in too_precise
+        }
         shortened = {id(modules[0].weight) for modules in self._modules.values()}
         self.names = {
             name

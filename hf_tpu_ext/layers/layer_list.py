@@ -17,20 +17,20 @@ _CAPTURES = "transformers.utils.output_capturing"
 
 class Pattern(NamedTuple):
     """
-    How layers repeat: `turns` times a period, from layer `first` on. A period is several runs of layers that are the same.
+    How layers repeat: `num_periods` times a period, from layer `first` on. A period is several runs of layers that are the same.
 
     Args:
         first (`int`):
             The first layer.
         runs (`tuple[int, ...]`):
             Layers of each run.
-        turns (`int`):
+        num_periods (`int`):
             How often the period comes.
     """
 
     first: int
     runs: tuple[int, ...]
-    turns: int
+    num_periods: int
 
     @property
     def period(self) -> int:
@@ -40,10 +40,10 @@ class Pattern(NamedTuple):
     @property
     def end(self) -> int:
         """The first layer after the last period."""
-        return self.first + self.period * self.turns
+        return self.first + self.period * self.num_periods
 
     def numbers(self, run: int) -> list[int]:
-        """The layers of a run, in all turns."""
+        """The layers of a run, in all periods."""
         first = self.first + sum(self.runs[:run])
         return [number + place for number in range(first, self.end, self.period) for place in range(self.runs[run])]
 
@@ -132,8 +132,8 @@ def find_patterns(length: int, differ: Callable[[int, int], str | None]) -> list
         [*_runs(kinds[:first], 0), repeated, *_runs(kinds[repeated.end :], repeated.end)]
         for period in range(1, length // 2 + 1)
         for first in range(length - 2 * period + 1)
-        if (turns := _count_turns(kinds[first:], period)) > 1
-        and (repeated := Pattern(first, _lengths(kinds[first : first + period]), turns))
+        if (num_periods := _count_periods(kinds[first:], period)) > 1
+        and (repeated := Pattern(first, _lengths(kinds[first : first + period]), num_periods))
     ]
     fewest = min(found, key=lambda patterns: sum(len(pattern.runs) for pattern in patterns), default=[])
     return [pattern for pattern in fewest if pattern.end > pattern.first + 1]
@@ -151,15 +151,15 @@ def _runs(kinds: list[int], first: int) -> Iterator[Pattern]:
         first += length
 
 
-def _count_turns(kinds: list[int], period: int) -> int:
-    turns = 1
-    while kinds[turns * period : (turns + 1) * period] == kinds[:period]:
-        turns += 1
-    return turns
+def _count_periods(kinds: list[int], period: int) -> int:
+    num_periods = 1
+    while kinds[num_periods * period : (num_periods + 1) * period] == kinds[:period]:
+        num_periods += 1
+    return num_periods
 
 
-def why_no_turns(layers: Sequence[nn.Module], hook: Callable | None = None) -> str | None:
-    """Why layers cannot be turns of a loop, whatever repeats. The forward `hook` may be on all of them."""
+def why_no_loop(layers: Sequence[nn.Module], hook: Callable | None = None) -> str | None:
+    """Why layers cannot run as a loop, whatever repeats. The forward `hook` may be on all of them."""
     for index, layer in enumerate(layers):
         for name, module in layer.named_modules():
             hooks = [
@@ -178,7 +178,7 @@ def why_no_turns(layers: Sequence[nn.Module], hook: Callable | None = None) -> s
 
 
 def why_layers_differ(layers: Sequence[nn.Module], patterns: Sequence[Pattern]) -> str | None:
-    """Why layers of patterns cannot be the turns of loops any more: what differs."""
+    """Why layers of patterns cannot run as loops any more: what differs."""
     for pattern in patterns:
         for run in range(len(pattern.runs)):
             first, *others = pattern.numbers(run)

@@ -1,4 +1,4 @@
-"""A loop over layers inside a program, whose turn is one period of the pattern in which they repeat."""
+"""A loop over layers inside a program, each iteration of which is one period of the pattern in which they repeat."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress, islice
@@ -20,24 +20,24 @@ _LEAST_SCATTERED = 2**18
 
 class LayerRun(NamedTuple):
     """
-    Layers of a loop's turn that follow one another and compute the same, a loop themselves.
+    Layers of a period that follow one another and compute the same, a loop themselves.
 
     Args:
         call (`Callable`):
-            Called as `call(hidden, weights, arguments, number)`, with what `in_turn` returned and the number of the block of rows.
+            Called as `call(hidden, weights, arguments, number)`, with what `prepare` returned and the number of the block of rows.
             Returns hidden states, and what of a layer the model collects besides: of each row its own part.
-        in_turn (`Callable`):
-            Called as `in_turn(hidden, weights)`, at the begin of each layer. Returns what it computes with.
+        prepare (`Callable`):
+            Called as `prepare(hidden, weights)` at the begin of each layer. Returns the weights that it computes with.
         arguments (`Any`):
-            What they are called with besides, the same in each turn.
+            What they are called with besides, the same in each period.
         num_weights (`int`):
             How many of the stacked tensors are their own.
         count (`int`):
-            How many there are in a turn.
+            How many there are in a period.
     """
 
     call: Callable
-    in_turn: Callable
+    prepare: Callable
     arguments: Any
     num_weights: int
     count: int
@@ -45,10 +45,10 @@ class LayerRun(NamedTuple):
 
 class LayerLoop(torch.autograd.Function):
     """
-    Runs the layers of a turn one after the other, and turn after turn. Stacked tensors are `(layers of all turns, ...)`. The backward
+    Runs the layers of a period one after the other, and period after period. Stacked tensors are `(layers of all periods, ...)`. The backward
     pass is a loop over them in reverse, which computes each layer anew from its input, and from its matrix products where they
     were kept. Each layer goes through blocks of rows. Returned are hidden states, and what is collected of the layers of each run:
-    `(layers of all turns, ...)`.
+    `(layers of all periods, ...)`.
     """
 
     @staticmethod
@@ -60,21 +60,21 @@ class LayerLoop(torch.autograd.Function):
         loops = blocks.backend.loops
         ctx.constants = _Constants(layers, blocks)
         shared, own = ctx.constants.take_tensors()
-        ctx.num_kept, ctx.num_collected = [0] * len(layers), [0] * len(layers)
+        ctx.num_dots, ctx.num_collected = [0] * len(layers), [0] * len(layers)
         # Of each run, the dtypes of the weights that its layers compute with.
         ctx.dtypes = [()] * len(layers)
 
-        def turn(carry: tuple, _) -> tuple:
+        def run_period(carry: tuple, _) -> tuple:
             rows, hidden, weights = carry
             rows, results = list(rows), []
             for place, (layer, stacked) in enumerate(zip(layers, _split(layers, weights), strict=True)):
 
-                def of_layer(carry: tuple, weights: tuple, layer=layer, place=place) -> tuple:
+                def run_layer(carry: tuple, weights: tuple, layer=layer, place=place) -> tuple:
                     hidden, shared, own = carry
-                    of_turn = layer.in_turn(hidden, weights)
-                    ctx.dtypes[place] = [tensor.dtype for tensor in of_turn]
+                    layer_weights = layer.prepare(hidden, weights)
+                    ctx.dtypes[place] = [tensor.dtype for tensor in layer_weights]
 
-                    def of_block(carry: tuple, entries: tuple) -> tuple:
+                    def run_block(carry: tuple, entries: tuple) -> tuple:
                         number, hidden, *own = entries
                         shared, weights = carry
                         with Dots() if keeps_dots else torch.no_grad() as dots:
@@ -84,12 +84,12 @@ class LayerLoop(torch.autograd.Function):
                         ctx.num_collected[place] = len(collected)
                         return carry, (output, *collected, *(dots.results if keeps_dots else ()))
 
-                    _, (output, *results) = blocks.loop(of_block, (shared, of_turn), (hidden, *own))
-                    collected, kept = _cut(results, (ctx.num_collected[place], len(results)))
-                    ctx.num_kept[place] = len(kept)
-                    return (output, shared, own), (), (hidden, *kept, *map(blocks.join, collected))
+                    _, (output, *results) = blocks.loop(run_block, (shared, layer_weights), (hidden, *own))
+                    collected, dots_of_block = _cut(results, (ctx.num_collected[place], len(results)))
+                    ctx.num_dots[place] = len(dots_of_block)
+                    return (output, shared, own), (), (hidden, *dots_of_block, *map(blocks.join, collected))
 
-                hidden, rows[place], _, found = loops.scan_rows(of_layer, hidden, stacked, rows[place], layer.count)
+                hidden, rows[place], _, found = loops.scan_rows(run_layer, hidden, stacked, rows[place], layer.count)
                 results += found
             return (tuple(rows), hidden, weights), tuple(results)
 
@@ -97,10 +97,12 @@ class LayerLoop(torch.autograd.Function):
             weights_only = tuple(weight.detach() for weight in weights)
             carry = (blocks.cut(hidden.detach()), tuple(shared), tuple(blocks.cut(tensor) for tensor in own))
             zero = torch.zeros((), dtype=torch.int32, device=hidden.device)
-            turns = _turns(layers, weights)
-            (_, (output, *_), _), results = loops.scan(turn, ((zero,) * len(layers), carry, weights_only), (turns,))
+            periods = _period_numbers(layers, weights)
+            (_, (output, *_), _), results = loops.scan(
+                run_period, ((zero,) * len(layers), carry, weights_only), (periods,)
+            )
             results = (tensor.flatten(0, 1) for tensor in results)
-        inputs, collected = _take_in_turns(results, [1 + count for count in ctx.num_kept], ctx.num_collected)
+        inputs, collected = _take_alternately(results, [1 + count for count in ctx.num_dots], ctx.num_collected)
         ctx.counts = (len(inputs), len(shared), len(own))
         ctx.save_for_backward(*inputs, *shared, *own, *weights)
         return blocks.join(output), *collected
@@ -113,40 +115,40 @@ class LayerLoop(torch.autograd.Function):
         needed, blocks, backend = ctx.needs_input_grad[4:], ctx.blocks, ctx.blocks.backend
         needed_of = list(_split(layers, needed))
         # Of each run of layers, what they are computed anew from, and the gradients of what was collected of them.
-        num_inputs = [1 + count for count in ctx.num_kept]
+        num_inputs = [1 + count for count in ctx.num_dots]
         pairs = zip(_cut(inputs, num_inputs), _cut(of_collected, ctx.num_collected), strict=True)
         inputs = tuple(chain.from_iterable(chain.from_iterable(pairs)))
-        num_given = [sum(counts) for counts in zip(num_inputs, ctx.num_collected, strict=True)]
+        num_entries = [sum(counts) for counts in zip(num_inputs, ctx.num_collected, strict=True)]
         # What only chooses, as an indexer of attention, gets no gradient, and no optimizer may decay it.
         used: list[list[bool]] = [[]] * len(layers)
 
-        def turn(carry: tuple, _) -> tuple:
+        def differentiate_period(carry: tuple, _) -> tuple:
             rows, gradient, inputs, weights, found = carry
             rows, found = list(rows), list(found)
-            inputs_of, weights_of = _cut(inputs, num_given), _split(layers, weights)
+            inputs_of, weights_of = _cut(inputs, num_entries), _split(layers, weights)
             stacked_of = [(*tensors, *own) for tensors, own in zip(inputs_of, weights_of, strict=True)]
             for place in reversed(range(len(layers))):
 
-                def of_layer(carry: tuple, entries: tuple, layer=layers[place], place=place) -> tuple:
+                def differentiate_layer(carry: tuple, entries: tuple, layer=layers[place], place=place) -> tuple:
                     gradient, shared, own = carry
-                    needed, num_kept = needed_of[place], ctx.num_kept[place]
-                    tensors, weights = [gradient, *entries[: num_given[place]]], entries[num_given[place] :]
+                    needed, num_dots = needed_of[place], ctx.num_dots[place]
+                    tensors, weights = [gradient, *entries[: num_entries[place]]], entries[num_entries[place] :]
                     if len(layers) > 1:
-                        # Several layers of one turn would be computed anew at once, and all of that kept.
+                        # Several layers of one period would be computed anew at once, and all of that kept.
                         tensors = backend.separate(tensors)
-                    gradient, hidden, *given = tensors
-                    kept, of_collected = given[:num_kept], map(blocks.cut, given[num_kept:])
+                    gradient, hidden, *entries = tensors
+                    dots, of_collected = entries[:num_dots], map(blocks.cut, entries[num_dots:])
                     gradients_of = [gradient, *of_collected]
                     with ctx.autocast():
-                        of_turn = layer.in_turn(hidden, weights)
-                    # What is made of them in a turn gets no gradient.
-                    is_needed = (*needed, *[False] * (len(of_turn) - len(needed)))
-                    trained = tuple(compress(of_turn, needed))
+                        layer_weights = layer.prepare(hidden, weights)
+                    # Tensors that `prepare` derives from them get no gradient.
+                    is_needed = (*needed, *[False] * (len(layer_weights) - len(needed)))
+                    trained = tuple(compress(layer_weights, needed))
 
-                    def of_block(carry: tuple, entries: tuple) -> tuple:
+                    def differentiate_block(carry: tuple, entries: tuple) -> tuple:
                         shared, weights, sums = carry
                         number, hidden, *entries = entries
-                        kept, gradients, own = _cut(entries, (num_kept, len(gradients_of), len(entries)))
+                        dots, gradients, own = _cut(entries, (num_dots, len(gradients_of), len(entries)))
                         # On this thread: autograd's own holds on to its last tensors for a moment longer, and on XLA those of
                         # a loop's body have no data.
                         with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
@@ -155,36 +157,44 @@ class LayerLoop(torch.autograd.Function):
                                 weight.detach().requires_grad_(needs)
                                 for weight, needs in zip(weights, is_needed, strict=True)
                             ]
-                            with ctx.autocast(), Dots(kept) if ctx.keeps_dots else torch.enable_grad():
+                            with ctx.autocast(), Dots(dots) if ctx.keeps_dots else torch.enable_grad():
                                 arguments = ctx.constants.restore(place, shared, own)
                                 outputs = layer.call(hidden, weights, arguments, number)
-                            wanted = [hidden, *compress(weights, needed)]
+                            leaves = [hidden, *compress(weights, needed)]
                             pairs = zip(outputs, gradients, strict=True)
                             outputs, gradients = zip(*(pair for pair in pairs if pair[0].requires_grad), strict=True)
-                            gradient, *found = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+                            gradient, *found = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
                         used[place] = [tensor is not None for tensor in found]
                         found = [
                             torch.zeros_like(weight) if tensor is None else tensor
-                            for weight, tensor in zip(wanted[1:], found, strict=True)
+                            for weight, tensor in zip(leaves[1:], found, strict=True)
                         ]
                         return (shared, carry[1], blocks.add(sums, found)), (gradient,)
 
-                    carry = (shared, of_turn, blocks.zeros(trained))
-                    (_, _, sums), (gradient,) = blocks.loop(of_block, carry, (hidden, *kept, *gradients_of, *own))
+                    carry = (shared, layer_weights, blocks.zeros(trained))
+                    (_, _, sums), (gradient,) = blocks.loop(
+                        differentiate_block, carry, (hidden, *dots, *gradients_of, *own)
+                    )
                     found = (
                         _summed(backend, total.to(weight.dtype)) for total, weight in zip(sums, trained, strict=True)
                     )
                     return (gradient, shared, own), tuple(found), ()
 
                 gradient, rows[place], found[place], _ = backend.loops.scan_rows(
-                    of_layer, gradient, stacked_of[place], rows[place], layers[place].count, found[place], reverse=True
+                    differentiate_layer,
+                    gradient,
+                    stacked_of[place],
+                    rows[place],
+                    layers[place].count,
+                    found[place],
+                    reverse=True,
                 )
             return (tuple(rows), gradient, inputs, weights, tuple(found)), ()
 
         carry = (blocks.cut(gradient), shared, tuple(blocks.cut(tensor) for tensor in own))
-        turns = _turns(layers, weights)
+        periods = _period_numbers(layers, weights)
         last = tuple(
-            torch.arange(layer.count * len(turns), dtype=torch.int32, device=gradient.device)[-1] for layer in layers
+            torch.arange(layer.count * len(periods), dtype=torch.int32, device=gradient.device)[-1] for layer in layers
         )
         found = tuple(
             tuple(
@@ -194,7 +204,7 @@ class LayerLoop(torch.autograd.Function):
             for own, dtypes, needed in zip(_split(layers, weights), ctx.dtypes, needed_of, strict=True)
         )
         (_, (hidden_grad, *_), *_, found), _ = backend.loops.scan(
-            turn, (last, carry, inputs, weights, found), (turns,)
+            differentiate_period, (last, carry, inputs, weights, found), (periods,)
         )
         pairs = zip(chain.from_iterable(found), chain.from_iterable(used), strict=True)
         gradients = (gradient if is_used else None for gradient, is_used in pairs)
@@ -209,8 +219,8 @@ def _summed(backend: Backend, gradient: Tensor) -> Tensor:
     return backend.gather(gradient) if gradient.numel() < _LEAST_SCATTERED else gradient
 
 
-def _turns(layers: Sequence[LayerRun], weights: Sequence[Tensor]) -> Tensor:
-    """The numbers of a loop's turns."""
+def _period_numbers(layers: Sequence[LayerRun], weights: Sequence[Tensor]) -> Tensor:
+    """The numbers of the periods, over which the loop goes."""
     return torch.arange(len(weights[0]) // layers[0].count, device=weights[0].device)
 
 
@@ -223,8 +233,8 @@ def _cut(entries: Iterable, counts: Iterable[int]) -> Iterable[tuple]:
     return (tuple(islice(entries, count)) for count in counts)
 
 
-def _take_in_turns(entries: Iterable, counts: Sequence[int], others: Sequence[int]) -> tuple[list, list]:
-    """Entries of two kinds, in turns so many of the one and of the other."""
+def _take_alternately(entries: Iterable, counts: Sequence[int], others: Sequence[int]) -> tuple[list, list]:
+    """Entries of two kinds, of which so many of the one and so many of the other alternate."""
     cut = list(_cut(entries, chain.from_iterable(zip(counts, others, strict=True))))
     return list(chain.from_iterable(cut[::2])), list(chain.from_iterable(cut[1::2]))
 
@@ -238,7 +248,7 @@ class _Place(NamedTuple):
 
 
 class _Constants:
-    """What the layers of a turn are called with, the tensors apart: a loop would compute anew in each turn what it does not carry."""
+    """What the layers of a period are called with, tensors by themselves: each iteration would compute anew what a loop does not carry."""
 
     def __init__(self, layers: Sequence[LayerRun], blocks: RowBlocks):
         # By whether each row of the batch has its own part. Each once, although several layers are called with it.
@@ -265,8 +275,8 @@ class _Constants:
     def restore(self, layer: int, shared: Sequence[Tensor], own: Sequence[Tensor]) -> Any:
         """The arguments of a layer, with these tensors in place of the first ones."""
         leaves, structure = self._arguments[layer]
-        given = [
+        restored = [
             (own if leaf.has_rows else shared)[leaf.number].to(leaf.dtype) if isinstance(leaf, _Place) else leaf
             for leaf in leaves
         ]
-        return tree_unflatten(given, structure)
+        return tree_unflatten(restored, structure)

@@ -1,4 +1,4 @@
-"""Layers that repeat as the turns of one loop: a program that does not grow with their number."""
+"""Layers that repeat as the iterations of one loop: a program that does not grow with their number."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 
 from ..backends.base import Backend
 from .layer_list import CalledLayers, Pattern
-from .pattern_loop import MadeInTurn, PatternLoop, Template, place_of
+from .pattern_loop import Derivations, PatternLoop, Template, place_of
 from .static_cache import StaticKeyValueCache
 
 
@@ -35,14 +35,14 @@ class LayerStack(CalledLayers):
         backend ([`Backend`]):
             The backend in use.
         rematerialization (`str`):
-            What the backward pass computes again: `"full"`, layers as turns of a loop; `"dots"`, the same but for matrix products
+            What the backward pass computes again: `"full"`, whole layers; `"dots"`, the same but for matrix products
             with weights; `"none"`, nothing, and no loop either: the layers are unrolled.
         by_rows (`bool`, *optional*, defaults to `False`):
             Whether layers compute each row by itself, so that they can go through [`RowBlocks`].
         patterns (`Sequence[Pattern]`, *optional*):
             How they repeat, see [`~hf_tpu_ext.layers.layer_list.find_patterns`]. Default: all of them are the same.
-        made_in_turn (`Callable[[nn.Module], MadeInTurn]`, *optional*):
-            Says what of a layer is made of frozen parameters when its turn begins, once for all that computes with it.
+        derive (`Callable[[nn.Module], Derivations]`, *optional*):
+            Says which tensors are computed from a layer's frozen parameters when the layer begins, once for all that reads them.
         plain (`Collection[torch.nn.Linear]`, *optional*):
             Linear layers whose weight may as well have the dtype that autocast makes it, and the gradient of it.
     """
@@ -54,7 +54,7 @@ class LayerStack(CalledLayers):
         rematerialization: str,
         by_rows: bool = False,
         patterns: Sequence[Pattern] = (),
-        made_in_turn: Callable[[nn.Module], MadeInTurn] = lambda layer: {},
+        derive: Callable[[nn.Module], Derivations] = lambda layer: {},
         plain: Collection[nn.Linear] = (),
     ):
         super().__init__(layers)
@@ -62,7 +62,7 @@ class LayerStack(CalledLayers):
         self.patterns = list(patterns) or [Pattern(0, (1,), len(layers))]
         self._backend, self._rematerialization = backend, rematerialization
         self._loops = [
-            PatternLoop(pattern, self._layers, backend, rematerialization == "dots", by_rows, made_in_turn, plain)
+            PatternLoop(pattern, self._layers, backend, rematerialization == "dots", by_rows, derive, plain)
             for pattern in self.patterns
         ]
         self._templates = [template for loop in self._loops for template in loop.templates]
@@ -144,11 +144,11 @@ class LayerStack(CalledLayers):
 
     @torch.no_grad()
     def unstack(self) -> None:
-        """Give the layers their parameters back: the same ones that they had, with the values of now."""
+        """Give the layers their parameters back: the same ones that they had, with their current values."""
         nothing, pending = self._nothing(), 0
         # As data: slices at constant numbers take XLA on a CPU up to half a minute to compile.
         most = max(len(template.numbers) for template in self._templates)
-        turns = self._backend.send([torch.tensor([turn]) for turn in range(most)])
+        indices = self._backend.send([torch.tensor([index]) for index in range(most)])
         for template in self._templates:
             template.layer.gradient_checkpointing = template.checkpoints
             layers = [self._layers[number] for number in template.numbers]
@@ -156,8 +156,8 @@ class LayerStack(CalledLayers):
                 layer.train(template.layer.training)
             for name, stacked_name in zip(template.names, template.stacked_names, strict=True):
                 stacked, parts = self.stacked[stacked_name], self._parts[stacked_name]
-                for turn, layer, part in zip(turns, layers, parts, strict=False):
-                    part.data = stacked.index_select(0, turn)[0]
+                for index, layer, part in zip(indices, layers, parts, strict=False):
+                    part.data = stacked.index_select(0, index)[0]
                     part.requires_grad_(stacked.requires_grad)
                     tensors, attribute = place_of(layer, name)
                     tensors[attribute] = part
@@ -188,7 +188,7 @@ class LayerStack(CalledLayers):
         cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
         is_prompt = isinstance(cache, StaticKeyValueCache) and cache.index is None
         if not is_prompt and (cache is not None or self._rematerialization == "none"):
-            # Of tokens after a prompt, each layer has its own place in the cache, which a loop would copy at every turn.
+            # Of tokens after a prompt, each layer has its own place in the cache, which a loop would copy at every iteration.
             return self._call_unrolled(number, hidden, args, kwargs, has_cache=cache is not None)
         return self._loop_of[number].call_layer(number, hidden, args, kwargs, cache if is_prompt else None)
 

@@ -96,11 +96,11 @@ class LayerTraces:
     def why_differs(self, earlier: int, number: int) -> str | None:
         """How the function that a layer is differs from that of an earlier one, its parameters aside."""
         functions = self._recorder.functions
-        (given, computed), (given_earlier, computed_earlier) = functions[number], functions[earlier]
-        for name in {**given_earlier, **given}:
-            if name not in given or name not in given_earlier or given[name] != given_earlier[name]:
+        (arguments, operators), (earlier_arguments, earlier_operators) = functions[number], functions[earlier]
+        for name in {**earlier_arguments, **arguments}:
+            if name not in arguments or name not in earlier_arguments or arguments[name] != earlier_arguments[name]:
                 return f"layer {number} is called with another {name} than layer {earlier}"
-        if computed != computed_earlier:
+        if operators != earlier_operators:
             return f"layer {number} computes something else than layer {earlier}"
         return None
 
@@ -135,7 +135,7 @@ class _Recorder(CalledLayers):
             raise _LayersDone
         hidden, *rest = args
         leaves, structure = tree_flatten_with_path((rest, kwargs))
-        given: dict[str, Any] = {"structure of arguments": structure}
+        arguments: dict[str, Any] = {"structure of arguments": structure}
         operators = _Operators(self._seed.device)
         operators.name(hidden, "hidden")
         layer = self._layers[number]
@@ -144,13 +144,13 @@ class _Recorder(CalledLayers):
         buffers = _versions(layer)
         for path, leaf in leaves:
             name = keystr(path[1:]).strip("[]'").replace("']", "").replace("[", ".")
-            given[name] = _Identity(leaf) if isinstance(leaf, Tensor) else leaf
+            arguments[name] = _Identity(leaf) if isinstance(leaf, Tensor) else leaf
             if isinstance(leaf, Tensor):
                 operators.name(leaf, f"argument {name}")
         with self.draws(), operators:
             # Not its own `__call__`, which checkpoints activations.
             self._output = nn.Module.__call__(layer, *args, **kwargs)
-        self.functions.append((given, operators.found))
+        self.functions.append((arguments, operators.found))
         self._alive += operators.alive
         if not isinstance(self._output, Tensor):
             self.refused = f"layers return a {type(self._output).__name__}, not hidden states alone"
@@ -204,12 +204,12 @@ class _Operators(TorchFunctionMode):
 
     def __torch_function__(self, function: Callable, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        made = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
-        tensors = [*made, *(value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor))]
+        results = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
+        tensors = [*results, *(value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor))]
         # Operators of this package are built on the host when they are first used.
         if any(tensor.device == self._device for tensor in tensors):
             self.found.append((function, self._describe(args), self._describe(kwargs or {})))
-            for place, tensor in enumerate(made):
+            for place, tensor in enumerate(results):
                 self.name(tensor, (len(self.found), place))
         return result
 

@@ -24,7 +24,7 @@ from .static_cache import StaticKeyValueCache
 
 
 #: For the name of an attribute in a layer, a function of the input of the layer and of the parameters whose names are given.
-MadeInTurn = Mapping[str, tuple[Callable, Sequence[str]]]
+Derivations = Mapping[str, tuple[Callable, Sequence[str]]]
 
 
 class Template:
@@ -37,14 +37,14 @@ class Template:
             The layers that it computes for.
         layer ([`~torch.nn.Module`]):
             The first of them.
-        made (`MadeInTurn`):
-            What is made of frozen parameters when the turn of a layer begins.
+        derivations (`Derivations`):
+            Tensors that are computed from frozen parameters when a layer begins.
         plain (`Collection[torch.nn.Linear]`):
             As [`~hf_tpu_ext.layers.layer_scan.LayerStack`] takes it.
     """
 
-    def __init__(self, numbers: list[int], layer: nn.Module, made: MadeInTurn, plain: Collection[nn.Linear]):
-        self.numbers, self.layer, self.made = numbers, layer, made
+    def __init__(self, numbers: list[int], layer: nn.Module, derivations: Derivations, plain: Collection[nn.Linear]):
+        self.numbers, self.layer, self.derivations = numbers, layer, derivations
         #: Of its parameters, the weights of linear layers that are `plain`.
         self.plain = {f"{name}.weight" for name, module in layer.named_modules() if module in plain}
         buffers = layer.named_buffers(remove_duplicate=False)
@@ -75,7 +75,7 @@ class PatternLoop:
             Whether matrix products with weights are kept for the backward pass.
         by_rows (`bool`):
             Whether they can go through [`RowBlocks`].
-        made_in_turn (`Callable[[nn.Module], MadeInTurn]`), plain (`Collection[torch.nn.Linear]`):
+        derive (`Callable[[nn.Module], Derivations]`), plain (`Collection[torch.nn.Linear]`):
             As [`~hf_tpu_ext.layers.layer_scan.LayerStack`] takes them.
 
     Attributes:
@@ -89,7 +89,7 @@ class PatternLoop:
         backend: Backend,
         keeps_dots: bool,
         by_rows: bool,
-        made_in_turn: Callable[[nn.Module], MadeInTurn],
+        derive: Callable[[nn.Module], Derivations],
         plain: Collection[nn.Linear],
     ):
         self.pattern = pattern
@@ -97,7 +97,7 @@ class PatternLoop:
         runs = [pattern.numbers(run) for run in range(len(pattern.runs))]
         first = [layers[numbers[0]] for numbers in runs]
         self.templates = [
-            Template(numbers, layer, made_in_turn(layer), plain) for numbers, layer in zip(runs, first, strict=True)
+            Template(numbers, layer, derive(layer), plain) for numbers, layer in zip(runs, first, strict=True)
         ]
         #: For each layer of the pattern, which template computes it, and with which part of the stacked parameters.
         self.places = {
@@ -144,12 +144,12 @@ class PatternLoop:
 
     def _run(self, hidden: Tensor, called: Sequence[tuple[tuple, dict[str, Any]]]) -> Tensor:
         blocks = RowBlocks(self._backend, *hidden.shape[:2], self._by_rows)
-        # For what draws random numbers in a turn, as dropout.
+        # For layers that draw random numbers, as dropout does.
         is_training = self.templates[0].layer.training
-        turns, runs = self.pattern.turns, self.pattern.runs
+        num_periods, runs = self.pattern.num_periods, self.pattern.runs
         if is_training:
-            seeds = RandomNumbers.current(self._backend.device).seeds(turns * self.pattern.period)
-            seeds = seeds.unflatten(0, (turns, -1)).split(runs, 1)
+            seeds = RandomNumbers.current(self._backend.device).seeds(num_periods * self.pattern.period)
+            seeds = seeds.unflatten(0, (num_periods, -1)).split(runs, 1)
         layers, weights, collects = [], [], are_collected()
         for place, (template, arguments) in enumerate(zip(self.templates, called, strict=True)):
             # The loop computes the layer again by itself. A callback may have switched checkpointing off and on.
@@ -157,8 +157,8 @@ class PatternLoop:
             # For a step, others may stand in their place.
             own = [*template.weights(), *([seeds[place].flatten(0, 1)] if is_training else [])]
             call = partial(self._call, template, blocks, collects)
-            in_turn = partial(self._in_turn, template)
-            layers.append(LayerRun(call, in_turn, arguments, len(own), runs[place]))
+            prepare = partial(self._prepare, template)
+            layers.append(LayerRun(call, prepare, arguments, len(own), runs[place]))
             weights += own
         hidden, *logits = LayerLoop.apply(layers, self._keeps_dots, blocks, hidden, *weights)
         if logits:
@@ -177,35 +177,37 @@ class PatternLoop:
     def _run_prompt(
         self, hidden: Tensor, called: Sequence[tuple[tuple, dict[str, Any]]], cache: StaticKeyValueCache
     ) -> Tensor:
-        # The loop would compute anew in each turn what it does not carry.
+        # Each iteration would compute anew what the loop does not carry.
         leaves, structure = tree_flatten([(args, _without_cache(kwargs)) for args, kwargs in called])
         is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
         (cache_name,) = (name for name, value in called[0][1].items() if value is cache)
         loops = self._backend.loops
 
-        def turn(carry: tuple, _) -> tuple[tuple, tuple]:
+        def run_period(carry: tuple, _) -> tuple[tuple, tuple]:
             rows, of_layers, weights = carry
             rows, states = list(rows), []
             for place, (template, stacked) in enumerate(zip(self.templates, weights, strict=True)):
 
-                def of_layer(carry: tuple, weights: tuple, template=template, place=place) -> tuple:
+                def run_layer(carry: tuple, weights: tuple, template=template, place=place) -> tuple:
                     hidden, shared = carry
-                    given = iter(shared)
+                    tensors = iter(shared)
                     arguments = tree_unflatten(
-                        [next(given) if carried else leaf for leaf, carried in zip(leaves, is_tensor, strict=True)],
+                        [next(tensors) if carried else leaf for leaf, carried in zip(leaves, is_tensor, strict=True)],
                         structure,
                     )
                     args, kwargs = arguments[place]
                     # The layer knows its place in the model.
                     number = template.numbers[0]
-                    of_turn = StaticKeyValueCache(self._backend, number + 1, cache.length)
-                    weights = self._in_turn(template, hidden, weights)
-                    parts = dict(zip((*template.names, *template.made), weights, strict=True))
-                    hidden = functional_call(template.layer, parts, (hidden, *args), {**kwargs, cache_name: of_turn})
-                    return (hidden, shared), (), of_turn.tensors_from(number)
+                    layer_cache = StaticKeyValueCache(self._backend, number + 1, cache.length)
+                    weights = self._prepare(template, hidden, weights)
+                    parts = dict(zip((*template.names, *template.derivations), weights, strict=True))
+                    hidden = functional_call(
+                        template.layer, parts, (hidden, *args), {**kwargs, cache_name: layer_cache}
+                    )
+                    return (hidden, shared), (), layer_cache.tensors_from(number)
 
                 of_layers, rows[place], _, found = loops.scan_rows(
-                    of_layer, of_layers, stacked, rows[place], self.pattern.runs[place]
+                    run_layer, of_layers, stacked, rows[place], self.pattern.runs[place]
                 )
                 states += found
             return (tuple(rows), of_layers, weights), tuple(states)
@@ -213,8 +215,8 @@ class PatternLoop:
         zero = torch.zeros((), dtype=torch.int32, device=hidden.device)
         weights = tuple(tuple(template.weights()) for template in self.templates)
         carry = ((zero,) * len(weights), (hidden, tuple(compress(leaves, is_tensor))), weights)
-        turns = torch.arange(self.pattern.turns, device=hidden.device)
-        (_, (hidden, _), _), states = loops.scan(turn, carry, (turns,))
+        periods = torch.arange(self.pattern.num_periods, device=hidden.device)
+        (_, (hidden, _), _), states = loops.scan(run_period, carry, (periods,))
         of_numbers = {}
         for template, keys, values in zip(self.templates, states[::2], states[1::2], strict=True):
             pairs = zip(keys.flatten(0, 1).unbind(), values.flatten(0, 1).unbind(), strict=True)
@@ -222,7 +224,7 @@ class PatternLoop:
         cache.put([tensor for _, pair in sorted(of_numbers.items()) for tensor in pair], self.pattern.first)
         return hidden
 
-    def _in_turn(self, template: Template, hidden: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def _prepare(self, template: Template, hidden: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What a layer computes with: its weights whole, and where autocast is on, in another dtype than theirs."""
         dtype, backend = matmul_dtype(hidden), self._backend
         weights = [weight if weight.dtype == dtype else backend.loops.prevent_hoisting(weight) for weight in weights]
@@ -234,11 +236,13 @@ class PatternLoop:
         # Left to the partitioner, a product goes through the parts of a weight one by one, and moves each by itself.
         weights = tuple(backend.gather(weight) for weight in weights)
         named = dict(zip(template.names, weights, strict=False))
-        made = [make(hidden, *(named[name] for name in names)) for make, names in template.made.values()]
-        if made:
-            # The compiler would make them in every product anew.
-            made = backend.separate(made)
-        return *weights, *made
+        derived_tensors = [
+            make(hidden, *(named[name] for name in names)) for make, names in template.derivations.values()
+        ]
+        if derived_tensors:
+            # The compiler would compute them in every product anew.
+            derived_tensors = backend.separate(derived_tensors)
+        return *weights, *derived_tensors
 
     def _call(
         self,
@@ -251,15 +255,15 @@ class PatternLoop:
         number: Tensor | None,
     ) -> tuple[Tensor, ...]:
         weights, others = weights[: len(template.names)], weights[len(template.names) :]
-        num_seeds = len(others) - len(template.made)
-        seeds, made = others[:num_seeds], others[num_seeds:]
+        num_seeds = len(others) - len(template.derivations)
+        seeds, derived_tensors = others[:num_seeds], others[num_seeds:]
         if seeds:
             seed, chip = seeds[0].unbind()
             # To random numbers, a block is what a chip is: one of several with as many rows.
             seeds = (seed, blocks.number_over_chips(chip, number))
         collected = collect_apart() if collects else nullcontext([])
         with RandomNumbers(*seeds) if seeds else nullcontext(), collected as logits:
-            parts = dict(zip((*template.names, *template.made), (*weights, *made), strict=True))
+            parts = dict(zip((*template.names, *template.derivations), (*weights, *derived_tensors), strict=True))
             args, kwargs = arguments
             hidden = functional_call(template.layer, parts, (hidden, *args), kwargs)
         template.num_logits = len(logits)

@@ -115,10 +115,10 @@ class RandomNumbers(AbstractContextManager):
         return scramble(self.seed + as_int32(self.drawn * _BY_DRAW))
 
     def seeds(self, count: int) -> Tensor:
-        """Seeds for so many turns of a loop, each with the number of the chip, or 0: `(count, 2)`, int32."""
-        turns = torch.arange(1, count + 1, dtype=torch.int32, device=self.seed.device)
+        """Seeds for so many iterations of a loop, each with the number of the chip, or 0: `(count, 2)`, int32."""
+        iterations = torch.arange(1, count + 1, dtype=torch.int32, device=self.seed.device)
         chip = torch.zeros((), dtype=torch.int32, device=self.seed.device) if self.chip is None else self.chip
-        return torch.stack([scramble(self.next_seed() + turns * BY_ROW), chip.reshape(1).expand(count)], 1)
+        return torch.stack([scramble(self.next_seed() + iterations * BY_ROW), chip.reshape(1).expand(count)], 1)
 
     @contextmanager
     def in_region(self, sharding: ManualSharding, num_chips: int) -> Iterator[None]:
@@ -134,7 +134,7 @@ class RandomNumbers(AbstractContextManager):
     # ---- Numbers ----
 
     def drop(self, tensor: Tensor, p: float) -> Tensor:
-        """Dropout of a tensor, of shape `(..., width)`: those that are kept are multiplied by `1 / (1 - p)`."""
+        """Dropout of a tensor, of shape `(..., width)`: the elements that are left are multiplied by `1 / (1 - p)`."""
         if p == 1:
             return tensor * 0
         rows, columns = self._places(tensor.shape, tensor.device)
@@ -143,10 +143,10 @@ class RandomNumbers(AbstractContextManager):
         # high bits are as good as drawn. A whole hash of each element would take the compiler for TPU much longer.
         bits = (scramble(seed + rows * BY_ROW) | 1) * (scramble(seed + columns * BY_COLUMN) | 1)
         # As upstream's noise: 0, or the factor that keeps the mean.
-        kept = torch.full((), 1 / (1 - p), dtype=tensor.dtype, device=tensor.device)
+        factor = torch.full((), 1 / (1 - p), dtype=tensor.dtype, device=tensor.device)
         # By a tensor: with a Python number torch_xla compares in 64 bits, of which chips have none.
         least = torch.full((), min(round(p * 2**32) - 2**31, 2**31 - 1), dtype=torch.int32, device=tensor.device)
-        return tensor * torch.where(bits >= least, kept, torch.zeros_like(kept))
+        return tensor * torch.where(bits >= least, factor, torch.zeros_like(factor))
 
     def bits(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Numbers of 31 bits, int32, each by a whole hash."""

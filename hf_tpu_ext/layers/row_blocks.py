@@ -27,11 +27,11 @@ class RowBlocks:
             block would be on some of the chips.
     """
 
-    def __init__(self, backend: Backend, rows: int, length: int, wanted: bool = True):
+    def __init__(self, backend: Backend, rows: int, length: int, is_enabled: bool = True):
         self.backend, self._rows = backend, rows
         has_own_rows = backend.num_chips == 1 or backend.manual_sharding.active
         #: How many blocks there are.
-        self.count = rows // _rows_of_a_block(rows, length) if wanted and has_own_rows else 1
+        self.count = rows // _rows_of_a_block(rows, length) if is_enabled and has_own_rows else 1
 
     def cut(self, tensor: Tensor) -> Tensor:
         """From `(rows, ...)` to `(blocks, rows of a block, ...)`."""
@@ -61,15 +61,15 @@ class RowBlocks:
             return tuple(found)
         return tuple(total + part for total, part in zip(sums, found, strict=True))
 
-    def loop(self, turn: Callable, carry: tuple, entries: tuple) -> tuple:
+    def loop(self, body: Callable, carry: tuple, entries: tuple) -> tuple:
         """
-        Call `turn(carry, (number, *entries))` for each block, with what the last one carried on, as [`Loops.scan`] does.
+        Call `body(carry, (number, *entries))` for each block, with what the last one carried on, as [`Loops.scan`] does.
         The number is `None` if there is one block.
         """
         if self.count == 1:
-            return turn(carry, (None, *entries))
+            return body(carry, (None, *entries))
         numbers = torch.arange(self.count, dtype=torch.int32, device=self.backend.device)
-        return self.backend.loops.scan(turn, carry, (numbers, *entries))
+        return self.backend.loops.scan(body, carry, (numbers, *entries))
 
 
 def _rows_of_a_block(rows: int, length: int) -> int:

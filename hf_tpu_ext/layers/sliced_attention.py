@@ -37,33 +37,33 @@ class _Slices(torch.autograd.Function):
         ctx.autocast = current_autocast(tensors[0].device.type)
         ctx.save_for_backward(*tensors)
 
-        def turn(shared: tuple, entries: tuple) -> tuple:
+        def attend_slice(shared: tuple, entries: tuple) -> tuple:
             return shared, (attend(*_together(ctx.dims, shared, entries)),)
 
         with torch.no_grad():
-            # The loop would compute anew in each turn what it does not carry.
-            _, (outputs,) = backend.loops.scan(turn, *_apart(ctx.dims, tensors, parts))
+            # Each iteration would compute anew what the loop does not carry.
+            _, (outputs,) = backend.loops.scan(attend_slice, *_shared_and_own(ctx.dims, tensors, parts))
         return _merge(outputs, output_dim)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple:
         needed = ctx.needs_input_grad[5:]
         is_cut = [dim is not None for dim in ctx.dims]
-        shared, entries = _apart(ctx.dims, ctx.saved_tensors, ctx.parts)
+        shared, entries = _shared_and_own(ctx.dims, ctx.saved_tensors, ctx.parts)
         sums = tuple(
             torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
-            for tensor, cut, wanted in zip(ctx.saved_tensors, is_cut, needed, strict=True)
-            if wanted and not cut
+            for tensor, cut, needs_grad in zip(ctx.saved_tensors, is_cut, needed, strict=True)
+            if needs_grad and not cut
         )
 
-        def turn(carry: tuple, entries: tuple) -> tuple:
+        def differentiate_slice(carry: tuple, entries: tuple) -> tuple:
             shared, sums = carry
             gradient, *entries = entries
             # On this thread, as the loop over layers has it.
             with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
                 tensors = [
-                    tensor.detach().requires_grad_(wanted)
-                    for tensor, wanted in zip(_together(ctx.dims, shared, entries), needed, strict=True)
+                    tensor.detach().requires_grad_(needs_grad)
+                    for tensor, needs_grad in zip(_together(ctx.dims, shared, entries), needed, strict=True)
                 ]
                 with ctx.autocast():
                     output = ctx.attend(*tensors)
@@ -74,11 +74,11 @@ class _Slices(torch.autograd.Function):
             return (shared, sums), tuple(compress(found, by_slice))
 
         entries = (_split(gradient, ctx.output_dim, ctx.parts), *entries)
-        (_, sums), stacked = ctx.backend.loops.scan(turn, (shared, sums), entries)
+        (_, sums), stacked = ctx.backend.loops.scan(differentiate_slice, (shared, sums), entries)
         sums, stacked = iter(sums), iter(stacked)
         gradients = [
-            None if not wanted else _merge(next(stacked), dim) if dim is not None else next(sums).to(tensor.dtype)
-            for tensor, dim, wanted in zip(ctx.saved_tensors, ctx.dims, needed, strict=True)
+            None if not needs_grad else _merge(next(stacked), dim) if dim is not None else next(sums).to(tensor.dtype)
+            for tensor, dim, needs_grad in zip(ctx.saved_tensors, ctx.dims, needed, strict=True)
         ]
         return *[None] * 5, *gradients
 
@@ -91,7 +91,7 @@ def _merge(stacked: Tensor, dim: int) -> Tensor:
     return stacked.movedim(0, dim).flatten(dim, dim + 1)
 
 
-def _apart(dims: list[int | None], tensors: tuple[Tensor, ...], parts: int) -> tuple[tuple, tuple]:
+def _shared_and_own(dims: list[int | None], tensors: tuple[Tensor, ...], parts: int) -> tuple[tuple, tuple]:
     """What all slices share, and what each has of its own, stacked."""
     shared = tuple(tensor.detach() for dim, tensor in zip(dims, tensors, strict=True) if dim is None)
     own = (_split(tensor.detach(), dim, parts) for dim, tensor in zip(dims, tensors, strict=True) if dim is not None)
@@ -104,15 +104,15 @@ def _together(dims: list[int | None], shared: tuple[Tensor, ...], own: tuple[Ten
 
 
 def _choose_parts(query: Tensor, key: Tensor, num_chips: int) -> list[int]:
-    """Into how many parts to cut rows, heads and queries. Parts of a cut are alike; heads of one key stay together."""
+    """Into how many parts to cut rows, heads and queries. Parts of a cut have the same size; heads of one key stay together."""
     batch, heads, queries, _ = query.shape
     needed = ceil(batch * heads * queries * key.shape[2] / (num_chips * SLICE_ELEMENTS))
-    chosen = []
+    counts = []
     # Rows that are split over chips are on all of them at once.
     for size in (batch if num_chips == 1 else 1, key.shape[1], queries):
-        chosen.append(max(parts for parts in range(1, min(size, needed) + 1) if size % parts == 0))
-        needed = ceil(needed / chosen[-1])
-    return chosen
+        counts.append(max(parts for parts in range(1, min(size, needed) + 1) if size % parts == 0))
+        needed = ceil(needed / counts[-1])
+    return counts
 
 
 def eager_attention(module: nn.Module) -> Callable:
@@ -122,17 +122,17 @@ def eager_attention(module: nn.Module) -> Callable:
 
 
 def why_whole(
-    backend: Backend, module: nn.Module, query: Tensor, dropout: float, known: Sequence[Tensor | None] = ()
+    backend: Backend, module: nn.Module, query: Tensor, dropout: float, known_parameters: Sequence[Tensor | None] = ()
 ) -> str | None:
     """
-    Why attention of a module is computed by its own function alone, as a clause; `None` if it may be otherwise. What is done
-    with its own parameters is `known` of some.
+    Why attention of a module is computed by its own function alone, as a clause; `None` if it may be otherwise. The caller
+    knows what is done with `known_parameters` of its own.
     """
     if query.device.type != backend.device.type:
         return f"it runs on {query.device.type}"
     if dropout > 0 and module.training:
         return f"attention_dropout={dropout}, whose masks would have to be drawn again"
-    if any(all(parameter is not one for one in known) for parameter in module.parameters(recurse=False)):
+    if any(all(parameter is not one for one in known_parameters) for parameter in module.parameters(recurse=False)):
         # Sinks, for one.
         return "nothing is known of its own parameters"
     return None
@@ -187,24 +187,24 @@ def sliced_attention(
     eager = eager_attention(module)
     used = {name: value for name, value in kwargs.items() if name in inspect.signature(eager).parameters}
     mask, by_token = attention_mask, isinstance(attention_mask, TokenMask)
-    given = [query, key, value]
+    inputs = [query, key, value]
     if by_token:
-        given += [mask.queries(), mask.keys()]
+        inputs += [mask.queries(), mask.keys()]
     elif mask is not None:
-        given.append(mask)
+        inputs.append(mask)
     whole = (
         why_whole(backend, module, query, dropout) is not None
         # What else there is, by head or by query: sinks, position biases.
         or any(isinstance(value, Tensor) for value in used.values())
-        or any(tensor.requires_grad for tensor in given[3:])
+        or any(tensor.requires_grad for tensor in inputs[3:])
     )
     shares_keys = "num_key_value_groups" in vars(module)
     if not whole and shares_keys and query.shape[2] == 1 and not by_token:
-        return _attend_one(backend, eager, module, *given, dropout=0.0, **used), None
+        return _attend_one(backend, eager, module, *inputs, dropout=0.0, **used), None
     parts = [] if whole else _choose_parts(query, key, 1 if backend.manual_sharding.active else backend.num_chips)
     if all(count == 1 for count in parts):
         return eager(
-            module, query, key, value, mask.block(*given[3:]) if by_token else mask, dropout=dropout, **kwargs
+            module, query, key, value, mask.block(*inputs[3:]) if by_token else mask, dropout=dropout, **kwargs
         )
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *of_mask: Tensor) -> Tensor:
@@ -214,4 +214,4 @@ def sliced_attention(
     for (dims, output_dim), count in reversed(list(zip(_CUTS, parts, strict=True))):
         if count > 1:
             attend = partial(_Slices.apply, attend, dims, output_dim, count, backend)
-    return attend(*given), None
+    return attend(*inputs), None

@@ -118,7 +118,7 @@ def splash_attention(
         # As in a vision tower: each token sees all.
         tokens = torch.ones(query.shape[0], query.shape[2], dtype=torch.int32, device=query.device)
         attention_mask = TokenMask(tokens, None, dtype, causal=False)
-    reason = why_whole(backend, module, query, dropout, known=[s_aux]) or _why_not(
+    reason = why_whole(backend, module, query, dropout, known_parameters=[s_aux]) or _why_not(
         backend, module, query, value, attention_mask, kwargs
     )
     if reason is not None:
@@ -159,8 +159,12 @@ def _why_not(
     backend: Backend, module: nn.Module, query: Tensor, value: Tensor, mask: Tensor | TokenMask | None, others: dict
 ) -> str | None:
     rows, _, _, head_dim = query.shape
-    known = inspect.signature(eager_attention(module)).parameters
-    more = [name for name, given in others.items() if name in known and given is not None and name != "sliding_window"]
+    parameters = inspect.signature(eager_attention(module)).parameters
+    more = [
+        name
+        for name, argument in others.items()
+        if name in parameters and argument is not None and name != "sliding_window"
+    ]
     dtype = matmul_dtype(query)
     if not isinstance(mask, TokenMask):
         return "its mask is another than causal, sliding window, packed, padded or none"

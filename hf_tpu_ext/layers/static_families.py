@@ -201,8 +201,8 @@ def _qwen4_indexer(
     best = scores.masked_fill(~is_whole, -1.0).topk(min(module.block_topk, order.shape[2]), dim=-1).indices
     is_best = torch.zeros_like(is_whole).scatter(-1, best, True)
     block = (visible.cumsum(-1) - 1).clamp(min=0) // size
-    chosen = is_best.gather(-1, block.clamp(max=order.shape[2] - 1)) | (block >= number)
-    return (visible & chosen).unsqueeze(1)
+    is_attended = is_best.gather(-1, block.clamp(max=order.shape[2] - 1)) | (block >= number)
+    return (visible & is_attended).unsqueeze(1)
 
 
 _FORWARDS: dict[str, Callable] = {

@@ -43,13 +43,13 @@ class TokenMask(NamedTuple):
     def block(self, queries: Tensor, keys: Tensor) -> Tensor:
         """The mask that is added to the scores of some [`queries`] and [`keys`]: `(batch, 1, queries, keys)`."""
         distance = queries[..., 1:2] - keys[..., 1:2, :]
-        seen = queries[..., 0:1] == keys[..., 0:1, :]
+        visible = queries[..., 0:1] == keys[..., 0:1, :]
         if self.causal:
-            seen = seen & (distance >= 0)
+            visible = visible & (distance >= 0)
         if self.window is not None:
-            seen = seen & (distance < self.window)
+            visible = visible & (distance < self.window)
         return torch.where(
-            seen, torch.zeros((), dtype=self.dtype, device=seen.device), torch.finfo(self.dtype).min
+            visible, torch.zeros((), dtype=self.dtype, device=visible.device), torch.finfo(self.dtype).min
         ).to(self.dtype)
 
 
@@ -74,9 +74,9 @@ def make_token_mask(
     if q_length != kv_length or (attention_mask is not None and tuple(attention_mask.shape) != (batch_size, q_length)):
         return None
     documents = torch.ones(batch_size, q_length, dtype=torch.int32, device=device)
-    for given in (segment_ids, attention_mask):
-        if given is not None:
-            documents = documents * given.to(torch.int32)
+    for mask in (segment_ids, attention_mask):
+        if mask is not None:
+            documents = documents * mask.to(torch.int32)
     return TokenMask(documents, window, dtype)
 
 
@@ -86,7 +86,7 @@ def _parts(mask_function: Callable) -> tuple[Callable, ...]:
 
 def _window_of(mask_function: Callable) -> int | None:
     """The sliding window of a function as transformers makes it, which says so by what it is made of."""
-    found, known = _parts(mask_function), _parts(sliding_window_causal_mask_function(1))
-    if [part.__qualname__ for part in found] != [part.__qualname__ for part in known]:
+    parts, expected = _parts(mask_function), _parts(sliding_window_causal_mask_function(1))
+    if [part.__qualname__ for part in parts] != [part.__qualname__ for part in expected]:
         return None
-    return getclosurevars(found[0]).nonlocals["sliding_window"]
+    return getclosurevars(parts[0]).nonlocals["sliding_window"]

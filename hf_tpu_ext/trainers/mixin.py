@@ -255,9 +255,9 @@ class TPUTrainerMixin(
     def models_as_run(self) -> Iterator[None]:
         """Within this context models compute as they do in programs: what training, evaluation and predictions share."""
         adapted = [self.model] if self.backend.traces_steps else []
-        told = self.by_length.told() if self.backend.static_shapes else nullcontext()
+        rope = self.by_length.override_rope() if self.backend.static_shapes else nullcontext()
         with (
-            told,
+            rope,
             self.frozen_in_bfloat16(),
             self.chips.split_activations(self.model),
             adapters_scaled_inside(adapted),

@@ -4,7 +4,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from ..backends.compiled_function import Form
+from ..backends.compiled_function import ShapeAndDtype
 from ..backends.folded_numbers import FOLDED_NUMBERS
 from ..backends.insight import Operation
 from ..formatting import dtype_name
@@ -55,16 +55,16 @@ def _compare_batches(before: Mapping[str, Hashable], after: Mapping[str, Hashabl
     if not changed:
         return None
     # Values matter least: a program may not use them.
-    key = min(changed, key=lambda key: key in before and key in after and not isinstance(after[key], Form))
+    key = min(changed, key=lambda key: key in before and key in after and not isinstance(after[key], ShapeAndDtype))
     if key not in before or key not in after:
         words = "was in the batch, and is missing" if key in before else "is in the batch, and was not"
         return Cause(f"`{key}` {words} ({source})", "Yield the same keys in every batch.")
     old, new = before[key], after[key]
-    if isinstance(old, Form) and isinstance(new, Form) and old.dtype == new.dtype:
+    if isinstance(old, ShapeAndDtype) and isinstance(new, ShapeAndDtype) and old.dtype == new.dtype:
         words = f"`{key}` was {tuple(old.shape)}, is {tuple(new.shape)} ({source})"
         return Cause(words, f"Pad `{key}` to one shape in the data collator.")
-    if isinstance(old, Form) or isinstance(new, Form):
-        words = [dtype_name(one.dtype) if isinstance(one, Form) else f"the value {one}" for one in (old, new)]
+    if isinstance(old, ShapeAndDtype) or isinstance(new, ShapeAndDtype):
+        words = [dtype_name(one.dtype) if isinstance(one, ShapeAndDtype) else f"the value {one}" for one in (old, new)]
         return Cause(f"`{key}` was {words[0]}, is {words[1]} ({source})", "Yield one dtype in every batch.")
     return Cause(
         f"`{key}` was {old}, is {new} ({source})",

@@ -53,7 +53,7 @@ def test_a_part_of_a_host(with_variables):
 
 
 def test_chips_that_are_wanted(with_variables):
-    check = with_variables(lambda: selection._wanted_chips(None), "TPU_NUM_DEVICES")
+    check = with_variables(lambda: selection._requested_chips(None), "TPU_NUM_DEVICES")
     message = refusal(check, {"TPU_NUM_DEVICES": "many"})
     for number in ("1", "4", "8"):
         assert number in message.partition("Set it to ")[2]

@@ -33,7 +33,7 @@ def run_script(script, *argv, run=subprocess.run, **env):
 @pytest.fixture
 def fresh(monkeypatch):
     """A process that has chosen nothing yet, with none of the variables set."""
-    monkeypatch.setattr(selection, "_chosen", {})
+    monkeypatch.setattr(selection, "_backends", {})
     monkeypatch.setattr(detect, "_pjrt_device_before_torch_xla", [None])
     for name in ("PJRT_DEVICE", "HF_TPU_EXT_BACKEND", "USE_TORCH_XLA"):
         monkeypatch.delenv(name, raising=False)

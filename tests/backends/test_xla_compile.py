@@ -97,7 +97,7 @@ def test_each_result_takes_the_memory_of_what_it_replaces(xla):
     for _ in range(3):
         call(0.5)
     assert call.compiled.replays
-    (known,) = call.compiled._known.values()
+    (known,) = call.compiled._programs.values()
     assert [place for place in known.inputs if place in known.written] == known.written
     assert sorted(known.written) == [0, 1, 2, 3]
 

@@ -204,7 +204,7 @@ def test_one_process_has_one_gpu(monkeypatch):
     """Upstream's trainer would spread a batch over all that it sees."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(selection, "_chosen", {})
+    monkeypatch.setattr(selection, "_backends", {})
     for before, after in ((None, "0"), ("2,3", "2")):
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         if before is not None:

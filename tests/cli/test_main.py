@@ -86,7 +86,7 @@ def test_mistakes_are_told_in_one_message(argv, message, capsys, tmp_path, monke
     ],
 )
 def test_a_device_that_there_is_not(argv, message, capsys, monkeypatch):
-    monkeypatch.setattr(selection, "_chosen", {})
+    monkeypatch.setattr(selection, "_backends", {})
     monkeypatch.setattr(detect, "_pjrt_device_before_torch_xla", ["TPU"])
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     assert main(["sft", *argv]) == 2

@@ -20,7 +20,7 @@ from hf_tpu_ext.layers.layer_list import (
     find_patterns,
     why_layer_differs,
     why_layers_differ,
-    why_no_turns,
+    why_no_loop,
 )
 from hf_tpu_ext.layers.layer_scan import LayerStack
 from hf_tpu_ext.layers.layer_trace import LayerTraces
@@ -311,10 +311,10 @@ def test_what_differs_is_named(load):
     assert why_layers_differ(layers, patterns) == "mlp.down_proj of layer 2 differs from that of layer 0"
     layers = load().model.layers
     layers[1].register_forward_hook(print)
-    assert why_no_turns(layers) == "a hook is registered on the whole of layer 1"
+    assert why_no_loop(layers) == "a hook is registered on the whole of layer 1"
     layers = load().model.layers
     layers[2].register_buffer("mask", torch.ones(2, dtype=torch.bool))
-    assert why_no_turns(layers) == "the whole of layer 2 has buffers of bool"
+    assert why_no_loop(layers) == "the whole of layer 2 has buffers of bool"
 
 
 # ---- Layers that repeat in a pattern ----

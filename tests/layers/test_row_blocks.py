@@ -23,7 +23,7 @@ from hf_tpu_ext.layers.row_blocks import RowBlocks
 def test_size_of_blocks(rows, length, blocks):
     backend = CPUBackend("for the test")
     assert RowBlocks(backend, rows, length).count == blocks
-    assert RowBlocks(backend, rows, length, wanted=False).count == 1
+    assert RowBlocks(backend, rows, length, is_enabled=False).count == 1
 
 
 def test_rows_that_are_split_over_chips_are_not_cut(monkeypatch):

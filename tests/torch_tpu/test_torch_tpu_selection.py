@@ -18,7 +18,7 @@ from hf_tpu_ext.trainers.checks.fields import adapt
 @pytest.fixture
 def fresh(monkeypatch):
     """A process that has chosen nothing yet."""
-    monkeypatch.setattr(selection, "_chosen", {})
+    monkeypatch.setattr(selection, "_backends", {})
     monkeypatch.delenv("HF_TPU_EXT_BACKEND", raising=False)
     return monkeypatch
 

@@ -18,7 +18,7 @@ ALTERNATING = dict(
     layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2 + ["sliding_attention"] * 2,
     sliding_window=9,
 )
-PATTERNS = [Pattern(first=0, runs=(2, 1), turns=2), Pattern(first=6, runs=(2,), turns=1)]
+PATTERNS = [Pattern(first=0, runs=(2, 1), num_periods=2), Pattern(first=6, runs=(2,), num_periods=1)]
 # As many as eight devices can share.
 ROWS = dict(per_device_train_batch_size=8, per_device_eval_batch_size=8)
 NARROW = dict(hidden_size=32, intermediate_size=48)

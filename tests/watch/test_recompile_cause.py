@@ -6,13 +6,13 @@ import pytest
 import torch
 import transformers
 
-from hf_tpu_ext.backends.compiled_function import Form
+from hf_tpu_ext.backends.compiled_function import ShapeAndDtype
 from hf_tpu_ext.backends.insight import Operation, SourceLine
 from hf_tpu_ext.watch.recompile_cause import compare_dependencies, compare_operations, count_differences
 from hf_tpu_ext.watch.source_lines import describe_line, library_line, own_line
 
 
-LABELS = Form((4, 8), torch.int64)
+LABELS = ShapeAndDtype((4, 8), torch.int64)
 
 
 def dependencies(batch=None, optimizer=None, change=None):

@@ -174,8 +174,8 @@ class TorchTPUBackend(Backend):
         return lines
 
     def use_compile_cache(self, setting: str) -> list[str]:
-        root, chosen = cache_root(setting)
-        if root is None or not (chosen or self._on_chip):
+        root, is_explicit = cache_root(setting)
+        if root is None or not (is_explicit or self._on_chip):
             return []
         if self._compile_cache is not None:
             used = self._compile_cache.directory.parent
@@ -276,7 +276,7 @@ class TorchTPUBackend(Backend):
 
     def compile_function(self, function: Callable, arguments: Sequence[Any]) -> Callable:
         """Trace a function of nested tensors, and compile it for the shapes of these `arguments`. It may change them in place."""
-        given, structure = tree_flatten(arguments)
+        leaves, structure = tree_flatten(arguments)
         structure_of_results = None
 
         def flat(*tensors: torch.Tensor) -> tuple:
@@ -287,11 +287,11 @@ class TorchTPUBackend(Backend):
         with sdpa_kernel(_COMPILED_ATTENTION), warnings.catch_warnings():
             # A tracer looks for gradients everywhere.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf Tensor")
-            graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
+            graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*leaves)
         # An operator that has raised is there, too: to see whether it does, accelerate takes rows of a single number.
         graph.graph.eliminate_dead_code()
         graph.recompile()
-        compiled = cut_at_collectives(graph, given, self._compile_graph)
+        compiled = cut_at_collectives(graph, leaves, self._compile_graph)
 
         def run(*arguments: Any) -> Any:
             with torch.no_grad():
@@ -299,24 +299,24 @@ class TorchTPUBackend(Backend):
 
         return run
 
-    def _compile_graph(self, graph: GraphModule, given: Sequence[torch.Tensor]) -> Callable:
+    def _compile_graph(self, graph: GraphModule, arguments: Sequence[torch.Tensor]) -> Callable:
         # Not above: this module is imported where torch_tpu is absent, too.
         from torch_tpu._internal.compile.compiler import StaticCompiler
 
-        graph, changed = changes_as_results(graph, given)
+        graph, changed = changes_as_results(graph, arguments)
         with torch.no_grad():
             for place in changed:
                 # `clone` and `copy_` share memory with what they copy, which a program that is given it would take from both.
-                given[place].copy_(given[place] * 1)
+                arguments[place].copy_(arguments[place] * 1)
             # Not `torch.compile`, which would trace the graph once more, cut it, and keep what is changed in memory twice.
-            compiled = StaticCompiler()(graph, given, donated_inputs=changed)
+            compiled = StaticCompiler()(graph, arguments, donated_inputs=changed)
         self._functions += 1
 
-        def run(*given: torch.Tensor) -> Sequence[torch.Tensor]:
+        def run(*arguments: torch.Tensor) -> Sequence[torch.Tensor]:
             self._calls += 1
-            results = compiled(*given)
+            results = compiled(*arguments)
             for place, value in zip(changed, results[len(results) - len(changed) :], strict=True):
-                given[place].copy_(value)
+                arguments[place].copy_(value)
             return results[: len(results) - len(changed)]
 
         return run
@@ -366,7 +366,7 @@ class TorchTPUBackend(Backend):
 
     def counters(self) -> Counters:
         stats = torch.tpu._get_cache_stats()
-        asked = stats.num_cache_reqs - stats.num_cache_hits
+        misses = stats.num_cache_reqs - stats.num_cache_hits
         return Counters(
             compiles=stats.num_compilations,
             compile_seconds=self.compile_seconds(),
@@ -374,7 +374,7 @@ class TorchTPUBackend(Backend):
             executions=stats.num_cache_reqs - self._functions + self._calls,
             reads=self.insight.reads,
             replays=self.replays,
-            loads=asked - stats.num_compilations,
+            loads=misses - stats.num_compilations,
         )
 
     # ---- Random numbers ----

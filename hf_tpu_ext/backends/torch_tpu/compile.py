@@ -53,9 +53,9 @@ class TorchTPUCompiledFunction(CompiledFunction):
             tensors = [leaf for leaf in tree_leaves(dict(data)) if isinstance(leaf, Tensor)]
             key = (*fixed.items(), *describe_batch(data).items())
             try:
-                if key not in self._known:
+                if key not in self._programs:
                     return run(run=partial(self._run_first, key, data, tensors, fixed))
-                results = self._known[key](self._state(), tensors)
+                results = self._programs[key](self._state(), tensors)
             except CannotReplay as error:
                 self.refuse(str(error))
             else:
@@ -69,7 +69,7 @@ class TorchTPUCompiledFunction(CompiledFunction):
     def _run_first(
         self, key: Hashable, data: Mapping[Hashable, Any], tensors: list[Tensor], fixed: Mapping[str, Any]
     ) -> Any:
-        self._known[key] = program = self._compile(data, tensors, fixed)
+        self._programs[key] = program = self._compile(data, tensors, fixed)
         return program(self._state(), tensors)
 
     def _compile(self, data: Mapping[Hashable, Any], tensors: list[Tensor], fixed: Mapping[str, Any]) -> Callable:
@@ -79,14 +79,14 @@ class TorchTPUCompiledFunction(CompiledFunction):
             arguments = iter(of_data)
             batch = tree_map_only(Tensor, lambda _: next(arguments), dict(data))
             with _StateAsArguments(state, of_state), self._fingerprint.trace():
-                made = self._function(batch, **fixed)
+                results = self._function(batch, **fixed)
             if self._fingerprint.code is not None:
                 raise CannotReplay(self._fingerprint.code)
             if not self._draws_on_host and read_random_state() != random_state:
                 raise CannotReplay(DRAWS_ON_HOST)
             if list(map(id, self._state())) != list(map(id, state)):
                 raise CannotReplay(REPLACES_STATE)
-            return made
+            return results
 
         # Layers that are compiled by themselves are a part of the whole here.
         with _keeping_gradients(state), self._backend.as_written():

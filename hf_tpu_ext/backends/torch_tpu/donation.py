@@ -14,12 +14,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 _DECOMPOSED = get_decompositions([torch.ops.aten.masked_fill.Tensor, torch.ops.aten.masked_fill_.Tensor])
 
 
-def changes_as_results(graph: GraphModule, given: Sequence[Tensor]) -> tuple[GraphModule, list[int]]:
+def changes_as_results(graph: GraphModule, arguments: Sequence[Tensor]) -> tuple[GraphModule, list[int]]:
     """
-    Rewrite a graph of the arguments `given` to one that changes none of them: after its results it returns what the changed ones
+    Rewrite a graph of `arguments` to one that changes none of them: after its results it returns what the changed ones
     become. Returns it, and the places of these arguments.
     """
-    graph = make_fx(functionalize(graph), _DECOMPOSED, tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
+    graph = make_fx(functionalize(graph), _DECOMPOSED, tracing_mode="fake", _allow_non_fake_inputs=True)(*arguments)
     places = {node: place for place, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
     output = graph.graph.output_node()
     changed = {}

@@ -251,7 +251,7 @@ class XLACompiledFunction(CompiledFunction):
             state, compiles = self._state(), self._backend.compiles()
             key = (*fixed.items(), self._follow_placements(state))
             key += tuple(describe_batch(data).items())
-            known = self._known.get(key)
+            known = self._programs.get(key)
             if known is None or not known.checked or not known.is_kept(compiles):
                 return self._trace(key, known, state, data, tensors, run, fixed)
             results = self._run_known(known, state, tensors)
@@ -278,15 +278,15 @@ class XLACompiledFunction(CompiledFunction):
         """How the state is placed on the chips. A buffer of another part may have the size of the one before."""
         if self._backend.num_chips > 1:
             placements = tuple(graphs.read_placements(state))
-            if placements != self._placements and self._known:
+            if placements != self._placements and self._programs:
                 self.change = "weights or moments are placed otherwise on the chips"
             self._placements = placements
         return self._placements
 
     def _find_aliased(self, state: Sequence[torch.Tensor]) -> set[int]:
         """Tensors of the state that somebody has a view of. Asked anew only where there may be more or fewer."""
-        if self._aliased or self._copies.seen:
-            self._aliased, self._copies.seen = self._backend.programs.aliased(state), False
+        if self._aliased or self._copies.has_aliases:
+            self._aliased, self._copies.has_aliases = self._backend.programs.aliased(state), False
         return self._aliased
 
     # ---- Tracing ----
@@ -320,7 +320,7 @@ class XLACompiledFunction(CompiledFunction):
                 trace.undo()
             raise
         # The function has run code that may keep some.
-        self._copies.seen = True
+        self._copies.has_aliases = True
         try:
             reason = reason or self._fingerprint.code or trace.why_traced(self._draws_on_host)
             if reason is None:
@@ -387,7 +387,7 @@ class XLACompiledFunction(CompiledFunction):
             # The first step of a run may be another program, which does the same with one operator less.
             self._unlike.add(key)
         executable.checked = known is not None and difference is None
-        self._known[key] = executable
+        self._programs[key] = executable
 
     def _raise_after(self, error: Exception, executable: Executable, state: Sequence[torch.Tensor]) -> NoReturn:
         """Raise `CannotReplay` for a program that failed where the state still has its values, else `StateLost`."""

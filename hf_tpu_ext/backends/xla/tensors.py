@@ -64,7 +64,7 @@ class XLARealCopies(TorchFunctionMode, RealCopies):
 
     def __init__(self):
         super().__init__()
-        self.seen = True
+        self.has_aliases = True
         self._is_suspended = False
 
     def __torch_function__(self, func: Callable, types, args=(), kwargs=None) -> Any:
@@ -78,7 +78,7 @@ class XLARealCopies(TorchFunctionMode, RealCopies):
         else:
             results = _on_device(result) if type(result) in (list, tuple) else []
         if results:
-            self.seen = True
+            self.has_aliases = True
             # What is made of no device tensor, or read from an attribute, is no copy.
             sources = [] if func.__name__ == "__get__" else _on_device(tree_leaves((args, kwargs)))
             if sources:

@@ -42,11 +42,11 @@ class ReferenceLogProbsMixin:
     # Upstream asks for them while it sets itself up, when batches have no declared shapes yet.
     _can_run_reference = False
 
-    def _set_up(self, given) -> None:
+    def _set_up(self, call) -> None:
         # Upstream's would read all weights, those of an adapter among them: the reference goes without it, and it is
         # drawn anew in each run.
         with upstream_names(type(self), hash_module=self._hash_unless_static):
-            super()._set_up(given)
+            super()._set_up(call)
 
     def _finish_set_up(self) -> None:
         super()._finish_set_up()
@@ -55,11 +55,11 @@ class ReferenceLogProbsMixin:
         self._can_run_reference = True
         # What setting up has left to do is no part of the reference's graph.
         self.backend.flush()
-        asked = self.args.precompute_ref_batch_size
+        batch_size = self.args.precompute_ref_batch_size
         self.train_dataset = self._precompute_ref_logps(
-            self.train_dataset, "train", asked or self.args.per_device_train_batch_size
+            self.train_dataset, "train", batch_size or self.args.per_device_train_batch_size
         )
-        rows = asked or self.args.per_device_eval_batch_size
+        rows = batch_size or self.args.per_device_eval_batch_size
         if isinstance(self.eval_dataset, dict):
             self.eval_dataset = {
                 name: self._precompute_ref_logps(dataset, name, rows) for name, dataset in self.eval_dataset.items()
@@ -99,12 +99,12 @@ class ReferenceLogProbsMixin:
         return concatenate_datasets([dataset, Dataset(pa.concat_tables(tables))], axis=1)
 
     def _write_missing(self, missing: dict[int, Path], dataset: Dataset, name: str, rows: int) -> None:
-        known = len(dataset) - sum(_rows_of(path) for path in missing.values())
+        cached_rows = len(dataset) - sum(_rows_of(path) for path in missing.values())
         with (
             tqdm(
                 desc=f"Computing reference log probs for {name} dataset",
                 total=len(dataset),
-                initial=known,
+                initial=cached_rows,
                 unit="row",
                 disable=self.args.disable_tqdm,
             ) as bar,
@@ -118,7 +118,7 @@ class ReferenceLogProbsMixin:
 
     def _compile_reference(self, model: nn.Module) -> CompiledFunction:
         def compute(data: dict[str, dict[Hashable, Tensor]]) -> tuple[Tensor | None, ...]:
-            with self.by_length.told(), self.compute_loss_context_manager(), self.models_compiled():
+            with self.by_length.override_rope(), self.compute_loss_context_manager(), self.models_compiled():
                 computed = self.compute_ref_log_probs(model, self.by_length.take(data["batch"]))
                 self.by_length.forget()
             return computed

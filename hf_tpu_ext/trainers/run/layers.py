@@ -23,7 +23,7 @@ from ...layers.layer_list import (
     find_patterns,
     why_layer_differs,
     why_layers_differ,
-    why_no_turns,
+    why_no_loop,
 )
 from ...layers.layer_scan import LayerStack
 from ...layers.layer_trace import LayerTraces
@@ -209,7 +209,7 @@ class LayerScan:
         modules, name, layers = self._place_of_layers
         reason = "the list of layers has changed"
         if modules.get(name) is layers and list(layers) == self.stack.layers:
-            reason = self._why_no_turns(layers) or why_layers_differ(layers, self.stack.patterns)
+            reason = self._why_no_loop(layers) or why_layers_differ(layers, self.stack.patterns)
         if reason is None:
             self.stack.stack()
             self._put_stack()
@@ -221,14 +221,14 @@ class LayerScan:
         self._trainer.steps.make_gradients()
         self._backend.wait()
 
-    def _why_no_turns(self, layers: nn.ModuleList) -> str | None:
+    def _why_no_loop(self, layers: nn.ModuleList) -> str | None:
         config = unwrap_peft_model(self._model).config
         for setting in ("output_hidden_states", "output_attentions"):
             if vars(config).get(setting):
                 return f"{setting}=True needs an output of every layer"
         if self._backend.programs.aliased(list(layers.parameters())):
             return "user code holds weights of layers, as of a state_dict(), which have to follow the training"
-        return why_no_turns(layers, self._chips.split_output)
+        return why_no_loop(layers, self._chips.split_output)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -265,7 +265,7 @@ class LayerScan:
         if adds_between_layers(model):
             return "features of images are added between the layers"
         layers = getattr(*found)
-        if (reason := self._why_no_turns(layers)) is not None:
+        if (reason := self._why_no_loop(layers)) is not None:
             return reason
         dtype, routed = self._compiled.compute_dtype, self._trainer.balances_experts
         traces = LayerTraces(model, found, self._backend, dtype, routed)

@@ -52,4 +52,4 @@ class WeightCopies:
         self._backend.programs.separate_copies(
             [value for value in tensors if isinstance(value, Tensor) and value.device.type == device]
         )
-        self.context.seen = True
+        self.context.has_aliases = True
