@@ -41,20 +41,20 @@ def write_atomically(path: str | Path, data: bytes | str) -> None:
 _REPLACED = "replaced"
 
 
-def move_into_place(written: Path, target: Path) -> None:
+def move_into_place(source: Path, target: Path) -> None:
     """
     Give a directory that was written inside a temporary one its name. What has the name goes to the temporary directory,
     for [`remove_temporary`].
 
     Args:
-        written (`Path`):
+        source (`Path`):
             The directory, in a temporary directory of its own, on the same disk.
         target (`Path`):
             Its name.
     """
     if target.exists():
-        os.rename(target, written.with_name(_REPLACED))
-    os.rename(written, target)
+        os.rename(target, source.with_name(_REPLACED))
+    os.rename(source, target)
     sync_directory(target.parent)
 
 

@@ -12,21 +12,21 @@ _NAME = "hf_tpu_ext"
 
 def requirement(extras: str = "") -> str:
     """
-    The argument of `pip install` for this package with `extras` (e.g. `"tpu,plan"`), quoted for a shell: as pip has noted
+    The argument of `pip install` for this package with `extras` (e.g. `"tpu,plan"`), quoted for a shell: as pip has recorded
     where it came from (`direct_url.json`), and by name if that was an index.
     """
     brackets = f"[{extras}]" if extras else ""
     clone = Path(__file__).parents[1]
     try:
-        noted = distribution(_NAME).read_text("direct_url.json")
+        direct_url = distribution(_NAME).read_text("direct_url.json")
     except PackageNotFoundError:
-        noted = None
-    if noted is None and (clone / "setup.cfg").is_file():
+        direct_url = None
+    if direct_url is None and (clone / "setup.cfg").is_file():
         # Not installed, and found on the path.
         return f"-e {_quoted(f'{clone}{brackets}')}"
-    if noted is None:
+    if direct_url is None:
         return _quoted(f"{_NAME}{brackets}")
-    origin = json.loads(noted)
+    origin = json.loads(direct_url)
     url = origin["url"]
     if "vcs_info" in origin:
         vcs = origin["vcs_info"]

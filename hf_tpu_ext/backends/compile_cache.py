@@ -16,7 +16,7 @@ VARIABLE = "HF_TPU_EXT_COMPILE_CACHE"
 #: Bytes that programs may take, those of other toolchains included. The ones that were read longest ago go first.
 MOST_BYTES = 20 * 2**30
 _TOOLCHAIN_FILE = "toolchain.json"
-# Environment variables of torch_xla that differ between processes which compile alike.
+# Environment variables of torch_xla that differ between processes which compile the same programs.
 _NOT_OF_THE_TOOLCHAIN = ("XLA_FNTRACKER_", "XLA_PERSISTENT_CACHE_", "XLA_COORDINATOR_PORT", "XLA_USE_SPMD")
 
 

@@ -11,5 +11,5 @@ FOLDED_NUMBERS = "0, 1 and -1"
 
 
 def describe_number(value: float) -> str:
-    """Tell apart the values of a Python number that are different programs: those that are folded, and all others."""
+    """Say which values of a Python number are different programs: those that are folded, and one for all others."""
     return f"{value:g}" if value in _FOLDED else "neither 0, 1 nor -1"

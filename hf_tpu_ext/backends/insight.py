@@ -29,11 +29,11 @@ class Operation:
     details: str
     #: The PyTorch operator that it is a part of, e.g. `"aten::mul"`.
     operator: str
-    #: The line that recorded it, where that was noted.
+    #: The line of Python that recorded it, where it is known.
     place: SourceLine | None = None
 
 
-#: Reads the operations of a program from what was noted of it, in their order.
+#: Lists the operations of a recorded program, in their order.
 Listing = Callable[[], list[Operation]]
 
 

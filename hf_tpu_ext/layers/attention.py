@@ -48,7 +48,7 @@ _PLAIN_LAYERS = {
 }
 # And those that carry a state from token to token, by themselves or beside attention.
 _STATEFUL_LAYERS = {"linear_attention", "mamba", "recurrent", "conv", "hybrid", "hybrid_sliding"}
-# What it is computed with, where nobody has asked for more than a mask.
+# Values of `attn_implementation` with which attention has the same numbers as here: no line says that they have no effect.
 _SAME_NUMBERS = (None, "eager", "sdpa")
 
 

@@ -22,7 +22,7 @@ logger = logging.get_logger(__name__)
 _MOST_SEARCHES, _LEAST_STEPS, _MOST_STEPS = 4, 2, 256
 # Again where there are so many times more than those that were named.
 _MORE = 1.5
-_WRITTEN = {
+_AS_WRITTEN = {
     "__bool__": "bool(tensor)",
     "__float__": "float(tensor)",
     "__int__": "int(tensor)",
@@ -85,7 +85,7 @@ class ReadFinder(TorchFunctionMode):
         place = "" if line is None else describe_line(line)
         self.found[
             Read(
-                what=_WRITTEN.get(func.__name__, f".{func.__name__}()"),
+                what=_AS_WRITTEN.get(func.__name__, f".{func.__name__}()"),
                 place=place if reads == line else f"{describe_line(reads)}, called at {place}",
                 in_step=any(frame.function == "training_step" for frame in frames),
                 operator=operators[0] if operators else "",

@@ -78,7 +78,7 @@ class XLAInsight(Insight):
 
     def __init__(self):
         self._own_reads = 0
-        self._seen = 0
+        self._offset = 0
         self._path = _record_compiles()
 
     def counters(self) -> Counters:
@@ -97,9 +97,9 @@ class XLAInsight(Insight):
         if self._path is None or not os.path.exists(self._path):
             return []
         with open(self._path, encoding="utf-8", errors="replace") as file:
-            file.seek(self._seen)
+            file.seek(self._offset)
             text = file.read()
-            self._seen = file.tell()
+            self._offset = file.tell()
         return [
             [SourceLine(frame["file"], int(frame["line"]), frame["function"]) for frame in _FRAME.finditer(site[1])]
             for site in _SITE.finditer(text)
@@ -115,7 +115,7 @@ class XLAInsight(Insight):
             return None
         # What the last step makes may still be on its way, and the listing asks for its shape.
         xm.wait_device_ops()
-        # Lines that were noted are written out only while they are.
+        # A listing has the lines that were recorded only while this is on.
         notes_lines = _XLAC._get_ir_debug()
         _XLAC._set_ir_debug(True)
         listed = _XLAC._get_xla_tensors_hlo(roots)
@@ -142,12 +142,12 @@ class XLAInsight(Insight):
         return tuple(met.counter_value(name) or 0 for name in ("xla::_to_cpu", "xla::_to_copy", "xla::_copy_from"))
 
     def has_read(self, before: tuple[int, ...], result: Any) -> bool:
-        now = self.traffic()
-        if now == before:
+        traffic = self.traffic()
+        if traffic == before:
             return False
         on_device = any(isinstance(leaf, torch.Tensor) and leaf.device.type == "xla" for leaf in tree_leaves(result))
         # A backward pass returns nothing and copies a lot.
-        return now[0] > before[0] or (result is not None and not on_device)
+        return traffic[0] > before[0] or (result is not None and not on_device)
 
 
 def _read_operations(listed: str) -> list[Operation]:

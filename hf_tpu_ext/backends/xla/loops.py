@@ -16,7 +16,7 @@ from ..loops import Loops
 
 
 class _Builder(xla_scan.Builder):
-    """Counts turns in 32 bits. TPUs have no more, and the compiler for them follows no others: it would fill results with zeros."""
+    """Counts iterations in 32 bits. TPUs have no more, and the compiler for them follows no others: it would fill results with zeros."""
 
     def add_param(self, val: torch.Tensor) -> int:
         if not self._params:
@@ -32,8 +32,8 @@ class _Op(xb.Op):
 
     @classmethod
     def mkwhile(cls, operands: list[xb.Op], condition: Callable, body: Callable, **kwargs) -> xb.Op:
-        def goes_on(turn: xb.Op, done: xb.Op, *others: xb.Op) -> xb.Op:
-            return condition(turn, done, *others) & done.__not__()
+        def goes_on(iteration: xb.Op, done: xb.Op, *others: xb.Op) -> xb.Op:
+            return condition(iteration, done, *others) & done.__not__()
 
         ends_early, cls.ends_early = cls.ends_early, False
         return super().mkwhile(operands, goes_on if ends_early else condition, body, **kwargs)
@@ -100,14 +100,14 @@ class XLALoops(Loops):
             if tensors[0].shape[0] == 1:
                 return super().scan(body, carry, tensors, reverse)
 
-            def turn(carry: tuple, entries: tuple) -> tuple[tuple, tuple]:
-                found = body(carry, entries)
-                # From here on: there may be other loops in the body.
+            def one_iteration(carry: tuple, entries: tuple) -> tuple[tuple, tuple]:
+                results = body(carry, entries)
+                # Not before: the body may have loops of its own.
                 _Op.ends_early = until
-                return found
+                return results
 
             with self._loop_in_region() if self._backend.manual_sharding.active else nullcontext():
-                return xla_scan._scan_impl_pytree(turn, carry, tensors, reverse)
+                return xla_scan._scan_impl_pytree(one_iteration, carry, tensors, reverse)
 
     @contextmanager
     def _loop_in_region(self) -> Iterator[None]:

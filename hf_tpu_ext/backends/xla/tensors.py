@@ -82,8 +82,10 @@ class XLARealCopies(TorchFunctionMode, RealCopies):
             # What is made of no device tensor, or read from an attribute, is no copy.
             sources = [] if func.__name__ == "__get__" else _on_device(tree_leaves((args, kwargs)))
             if sources:
-                known = set(map(memory_shared, sources))
-                give_own_buffers([tensor for tensor in computed(results) if memory_shared(tensor) not in known])
+                source_memory = set(map(memory_shared, sources))
+                give_own_buffers(
+                    [tensor for tensor in computed(results) if memory_shared(tensor) not in source_memory]
+                )
         return result
 
     @contextmanager
@@ -122,11 +124,11 @@ def _reduce(tensor: torch.Tensor) -> tuple:
     on_host = tensor.detach().cpu().contiguous()
     # Detached tensors have the number of what they are detached from, so that weights that are tied stay so in the file.
     number = _XLAC._xla_get_tensor_id(tensor)
-    written = torch.empty(0, dtype=tensor.dtype)
+    stored_values = torch.empty(0, dtype=tensor.dtype)
     if number in _on_host:
-        written.set_(_on_host[number])
-    if torch.equal(written, on_host.flatten()):
-        on_host = written.view(on_host.shape)
+        stored_values.set_(_on_host[number])
+    if torch.equal(stored_values, on_host.flatten()):
+        on_host = stored_values.view(on_host.shape)
     else:
         _on_host[number] = on_host.untyped_storage()
     vars(on_host).update(vars(tensor))

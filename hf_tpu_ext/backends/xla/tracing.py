@@ -49,11 +49,11 @@ class _NotRun(Executable):
     """A program that is there in name only. What it returns has shapes and dtypes."""
 
     #: Those of what it returns.
-    made: list[tuple[torch.Size, torch.dtype]]
+    outputs: list[tuple[torch.Size, torch.dtype]]
 
-    def run(self, given: Sequence[torch.Tensor], aliased: Collection[int]) -> Any:
-        new = (xb.create_placeholder_tensor(tuple(shape), dtype) for shape, dtype in self.made)
-        return self.fill(next(new) if place is None else given[place] for place in self.returned)
+    def run(self, tensors: Sequence[torch.Tensor], aliased: Collection[int]) -> Any:
+        new = (xb.create_placeholder_tensor(tuple(shape), dtype) for shape, dtype in self.outputs)
+        return self.fill(next(new) if place is None else tensors[place] for place in self.returned)
 
     def difference(self, other: Executable) -> str | None:
         return None
@@ -66,10 +66,10 @@ class _Programs(XLAPrograms):
 
     def hash_traced(self, traced: Traced) -> Executable:
         executable = _NotRun(b"", traced.inputs, traced.written, traced.returned, traced.form, 0)
-        executable.made = [(tensor.shape, tensor.dtype) for tensor in traced.results[len(traced.written) :]]
+        executable.outputs = [(tensor.shape, tensor.dtype) for tensor in traced.results[len(traced.written) :]]
         return executable
 
-    def run_first(self, executable: Executable, traced: Traced, given, aliased) -> TracedModule:
+    def run_first(self, executable: Executable, traced: Traced, tensors, aliased) -> TracedModule:
         return self._backend.take_module(traced.results, traced.values, traced.donated)
 
     def aliased(self, state: Sequence[torch.Tensor]) -> set[int]:
@@ -110,7 +110,7 @@ class TracingBackend(XLABackend):
         self._slice.chips = hosts
         self._chip = chip
         self._shardings = WeakIdKeyDictionary()
-        self._written: dict[tuple, str] = {}
+        self._spec_texts: dict[tuple, str] = {}
         # By the identity of a buffer, the tensor that it was made for. Buffers are kept, for identities to stay theirs.
         self._owners: dict[int, weakref.ref[torch.Tensor]] = {}
         self._buffers: list[torch.Tensor] = []
@@ -147,13 +147,15 @@ class TracingBackend(XLABackend):
         return tensor
 
     def place(self, model: nn.Module) -> nn.Module:
-        made: dict[int, nn.Parameter] = {}
+        placeholders: dict[int, nn.Parameter] = {}
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.device != self.device:
-                    if id(parameter) not in made:
-                        made[id(parameter)] = self._own(nn.Parameter(self._new(parameter), parameter.requires_grad))
-                    module._parameters[name] = made[id(parameter)]
+                    if id(parameter) not in placeholders:
+                        placeholders[id(parameter)] = self._own(
+                            nn.Parameter(self._new(parameter), parameter.requires_grad)
+                        )
+                    module._parameters[name] = placeholders[id(parameter)]
         return super().place(model)
 
     def _send(self, data: Any, num_rows: int | None = None) -> Any:
@@ -175,12 +177,12 @@ class TracingBackend(XLABackend):
     def shard(self, tensor: torch.Tensor, spec: tuple) -> None:
         if self._mesh is not None:
             sharding = self._mesh.get_op_sharding(spec)
-            if (self._mesh, spec) not in self._written:
+            if (self._mesh, spec) not in self._spec_texts:
                 # Placeholders cannot be marked. A small tensor tells how HLO writes the same.
                 example = torch.zeros([1 if axis is None else self.num_chips for axis in spec]).to(self.device)
                 _XLAC._xla_mark_sharding(example, sharding)
-                self._written[self._mesh, spec] = _XLAC._get_xla_sharding_spec(example)
-            self._shardings[tensor] = sharding, self._written[self._mesh, spec]
+                self._spec_texts[self._mesh, spec] = _XLAC._get_xla_sharding_spec(example)
+            self._shardings[tensor] = sharding, self._spec_texts[self._mesh, spec]
 
     # ---- Programs ----
 
@@ -207,9 +209,9 @@ class TracingBackend(XLABackend):
         if result not in self._shardings or _XLAC._get_xla_sharding_spec(result):
             return result
         # As torch_xla does it where the tensor is marked, which has a value then.
-        kept = torch.zeros_like(result)
-        _XLAC._xla_mark_sharding(kept, self._shardings[result][0])
-        return kept.copy_(result)
+        zeros = torch.zeros_like(result)
+        _XLAC._xla_mark_sharding(zeros, self._shardings[result][0])
+        return zeros.copy_(result)
 
     def end_module(self) -> TracedModule:
         """End the program traced so far, whose arguments stay as they are."""
