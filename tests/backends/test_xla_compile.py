@@ -98,8 +98,8 @@ def test_each_result_takes_the_memory_of_what_it_replaces(xla):
         call(0.5)
     assert call.compiled.replays
     (known,) = call.compiled._programs.values()
-    assert [place for place in known.inputs if place in known.written] == known.written
-    assert sorted(known.written) == [0, 1, 2, 3]
+    assert [place for place in known.inputs if place in known.written_places] == known.written_places
+    assert sorted(known.written_places) == [0, 1, 2, 3]
 
 
 def test_what_is_fixed_selects_a_program(xla, total):

@@ -171,9 +171,9 @@ class XLABackend(XLACompileCache):
         if self._mesh is None:
             return self.send(tensor)
         # The copy is on the host until it is said how to split it.
-        placed = tensor.to(like.device)
-        torch_xla._XLAC._xla_mark_sharding(placed, torch_xla._XLAC._get_xla_op_sharding(like))
-        return placed
+        copy = tensor.to(like.device)
+        torch_xla._XLAC._xla_mark_sharding(copy, torch_xla._XLAC._get_xla_op_sharding(like))
+        return copy
 
     def constrain_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._mesh is None or tensor.shape[0] % self.num_chips:
@@ -251,14 +251,14 @@ class XLABackend(XLACompileCache):
     def stream(self, data: Any) -> Any:
         self.wait()
         # One that stands in it twice is written once.
-        made: dict[int, torch.Tensor | StreamedTensor] = {}
+        stand_ins: dict[int, torch.Tensor | StreamedTensor] = {}
 
         def stand_in(tensor: torch.Tensor) -> torch.Tensor | StreamedTensor:
             if tensor.device.type != "xla":
                 return tensor
-            if id(tensor) not in made:
-                made[id(tensor)] = streamed(tensor.detach(), self._read)
-            return made[id(tensor)]
+            if id(tensor) not in stand_ins:
+                stand_ins[id(tensor)] = streamed(tensor.detach(), self._read)
+            return stand_ins[id(tensor)]
 
         return map_tensors(stand_in, data)
 
@@ -282,14 +282,14 @@ class XLABackend(XLACompileCache):
             on_host.update(zip(whole, torch_xla._XLAC._xla_get_cpu_tensors([tensors[i] for i in whole]), strict=True))
         if split and self.processes.count > 1:
             self.processes.exchange("a read of what is split over hosts", len(split))
-            chosen = (tensors[index] for index in split)
-            on_host.update(zip(split, read_split(chosen, self._mesh, self._sync, keep), strict=True))
+            split_tensors = (tensors[index] for index in split)
+            on_host.update(zip(split, read_split(split_tensors, self._mesh, self._sync, keep), strict=True))
         elif split:
             # Put together here. Read as one, a split tensor would first be made whole on every chip.
-            chosen = [tensors[index] for index in split]
-            shards = torch_xla._XLAC._get_local_shards(chosen)
-            places = torch_xla._XLAC._get_local_shard_replica_and_indices(chosen)
-            for index, tensor, parts, where in zip(split, chosen, shards, places, strict=True):
+            split_tensors = [tensors[index] for index in split]
+            shards = torch_xla._XLAC._get_local_shards(split_tensors)
+            places = torch_xla._XLAC._get_local_shard_replica_and_indices(split_tensors)
+            for index, tensor, parts, where in zip(split, split_tensors, shards, places, strict=True):
                 on_host[index] = torch.empty(tensor.shape, dtype=tensor.dtype)
                 for (part, _), (replica, slices) in zip(parts, where, strict=True):
                     if replica == 0:

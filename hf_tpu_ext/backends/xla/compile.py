@@ -36,21 +36,21 @@ class Traced:
 
     #: Tensors to be computed, first those of the state, and the places of these in it.
     results: list[torch.Tensor]
-    written: list[int]
+    written_places: list[int]
     #: What they are computed from, in the order of the arguments, and where that comes from: a place among state and data, or a
     #: tensor that stays as it is.
     values: list[torch.Tensor]
     inputs: list[int | torch.Tensor]
-    #: Of what the function returns: for each tensor a place among state and data, or `None` where it is computed; and the form,
+    #: Of what the function returns: for each tensor a place among state and data, or `None` where it is computed; and the structure,
     #: with `_TENSOR` in the place of tensors.
     returned: list[int | None]
-    form: Any
+    structure: Any
 
     @property
     def donated(self) -> list[bool]:
         """For each argument, whether its buffer is given to the program: a result takes its place."""
-        written = set(self.written)
-        return [isinstance(place, int) and place in written for place in self.inputs]
+        written_places = set(self.written_places)
+        return [isinstance(place, int) and place in written_places for place in self.inputs]
 
     @property
     def given_away(self) -> list[torch.Tensor]:
@@ -64,9 +64,9 @@ class Executable:
 
     handle: bytes
     inputs: list[int | torch.Tensor]
-    written: list[int]
+    written_places: list[int]
     returned: list[int | None]
-    form: Any
+    structure: Any
     #: Graphs compiled so far when it was run last.
     compiles: int
     #: Whether a second trace was the same.
@@ -93,34 +93,38 @@ class Executable:
         """Whether torch_xla still has it, where so many graphs were compiled: it drops the one that was not used for longest."""
         return compiles - self.compiles < int(os.environ.get("XLA_COMPILATION_CACHE_SIZE", 2048))
 
-    def run(self, given: Sequence[torch.Tensor], aliased: Collection[int]) -> Any:
-        """Run it with the state and data that are `given`. Those at places in `aliased` share their memory with others."""
-        *arguments, _ = self._pick([*self._constants, *given])
-        made = iter(graphs.run_graph(self.handle, arguments))
-        self.take(made, given, aliased)
-        return self.fill(next(made) if place is None else given[place] for place in self.returned)
+    def run(self, tensors: Sequence[torch.Tensor], aliased: Collection[int]) -> Any:
+        """Run it with the `tensors` of state and data. Those at places in `aliased` share their memory with others."""
+        *arguments, _ = self._pick([*self._constants, *tensors])
+        results = iter(graphs.run_graph(self.handle, arguments))
+        self.take(results, tensors, aliased)
+        return self.fill(next(results) if place is None else tensors[place] for place in self.returned)
 
     def fill(self, tensors: Iterable[torch.Tensor]) -> Any:
         """What the function returns, with these tensors."""
         tensors = iter(tensors)
-        return tree_map(lambda leaf: next(tensors) if leaf is _TENSOR else leaf, self.form)
+        return tree_map(lambda leaf: next(tensors) if leaf is _TENSOR else leaf, self.structure)
 
-    def take(self, made: Iterator[torch.Tensor], given: Sequence[torch.Tensor], aliased: Collection[int]) -> None:
+    def take(self, results: Iterator[torch.Tensor], tensors: Sequence[torch.Tensor], aliased: Collection[int]) -> None:
         """Give the state its new values, which are the first results."""
-        for place in self.written:
-            result = next(made)
+        for place in self.written_places:
+            result = next(results)
             if place in aliased:
                 # Slower, and those that share its memory follow.
-                given[place].detach().copy_(result)
+                tensors[place].detach().copy_(result)
             else:
                 # Not `_replace_xla_tensor`, which leaves the old value to tensors that are views of what `Module.to` made.
-                given[place].data = result
+                tensors[place].data = result
 
     def difference(self, other: "Executable") -> str | None:
         """How another trace of the same function differs, as a clause; `None` if it does not matter."""
         if self.handle != other.handle:
             return "the graph has changed"
-        if (self.written, self.returned, self.form) != (other.written, other.returned, other.form):
+        if (self.written_places, self.returned, self.structure) != (
+            other.written_places,
+            other.returned,
+            other.structure,
+        ):
             return "the results of the graph have changed"
         mine, theirs = self._constants, other._constants
         if self._places != other._places:
@@ -142,7 +146,7 @@ class Trace:
         self._backend, self._state, self._data = backend, list(state), list(data)
         graphs.wait_for_buffers()
         # Held on to: the buffer of a tensor that is written before it is read is free, and its identity goes to the next.
-        self._held = graphs.hold_buffers([*state, *data])
+        self._held_tensors = graphs.hold_buffers([*state, *data])
         self._buffers = graphs.identify_buffers([*state, *data])
         self._places = {buffer: place for place, buffer in enumerate(self._buffers)}
         # The same data may stand in two of them.
@@ -154,15 +158,15 @@ class Trace:
 
     def note_sent(self, tensors: Sequence[torch.Tensor]) -> None:
         """Note tensors that were sent to the device meanwhile."""
-        self._held += graphs.hold_buffers(tensors)
+        self._held_tensors += graphs.hold_buffers(tensors)
         self._sent.update(graphs.identify_buffers(tensors))
 
     def undo(self) -> None:
         """Give the state the values that it had before, where the trace has failed."""
-        held = {graphs.buffer_of(tensor): tensor for tensor in self._held}
+        by_buffer = {graphs.buffer_of(tensor): tensor for tensor in self._held_tensors}
         for tensor, buffer in zip(self._state, self._buffers, strict=False):
-            if buffer in held:
-                tensor.data = held[buffer]
+            if buffer in by_buffer:
+                tensor.data = by_buffer[buffer]
 
     def drop(self, traced: Traced) -> None:
         """Forget what was traced."""
@@ -187,12 +191,12 @@ class Trace:
             )
         return None
 
-    def end(self, state: Sequence[torch.Tensor], made: Any) -> Traced:
+    def end(self, state: Sequence[torch.Tensor], output: Any) -> Traced:
         """
-        Find what was traced: the state is the same tensors, changed in place, or others in their place, and `made` is what the
+        Find what was traced: the state is the same tensors, changed in place, or others in their place, and `output` is what the
         function returns. Raises `CannotReplay` if that depends on more than state and data, or is more than these results.
         """
-        leaves = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         if any(leaf.device.type != self._backend.device.type for leaf in leaves):
             raise CannotReplay("a result is on the host")
         named, size = [*state, *leaves], len(self._state)
@@ -213,14 +217,14 @@ class Trace:
             raise CannotReplay("a host-to-device transfer within a step")
         inputs = [self._places.get(buffer, value) for value, buffer in zip(values, buffers, strict=True)]
         results = [named[places[index]] for index in order]
-        written = [places[index] for index in order if places[index] < size]
-        form = tree_map_only(torch.Tensor, lambda _: _TENSOR, made)
-        return Traced(results, written, values, inputs, self._places_of(leaves, is_computed[size:]), form)
+        written_places = [places[index] for index in order if places[index] < size]
+        structure = tree_map_only(torch.Tensor, lambda _: _TENSOR, output)
+        return Traced(results, written_places, values, inputs, self._places_of(leaves, is_computed[size:]), structure)
 
     def _places_of(self, leaves: Sequence[torch.Tensor], is_computed: Sequence[bool]) -> list[int | None]:
         # Labels, for example, may be those of the batch.
-        known = iter(graphs.identify_buffers(list(compress(leaves, [not computed for computed in is_computed]))))
-        places = [None if computed else self._places.get(next(known), -1) for computed in is_computed]
+        own_buffers = iter(graphs.identify_buffers(list(compress(leaves, [not computed for computed in is_computed]))))
+        places = [None if computed else self._places.get(next(own_buffers), -1) for computed in is_computed]
         if -1 in places:
             raise CannotReplay("a result does not depend on the batch")
         return places
@@ -251,22 +255,22 @@ class XLACompiledFunction(CompiledFunction):
             state, compiles = self._state(), self._backend.compiles()
             key = (*fixed.items(), self._follow_placements(state))
             key += tuple(describe_batch(data).items())
-            known = self._programs.get(key)
-            if known is None or not known.checked or not known.is_kept(compiles):
-                return self._trace(key, known, state, data, tensors, run, fixed)
-            results = self._run_known(known, state, tensors)
+            program = self._programs.get(key)
+            if program is None or not program.checked or not program.is_kept(compiles):
+                return self._trace(key, program, state, data, tensors, run, fixed)
+            results = self._replay(program, state, tensors)
         except CannotReplay as error:
             self.refuse(str(error))
             return self._run_traced(data, run, fixed)
-        self.replays, known.compiles = True, compiles
+        self.replays, program.compiles = True, compiles
         return results
 
-    def _run_known(self, known: Executable, state: list[torch.Tensor], data: list[torch.Tensor]) -> Any:
+    def _replay(self, program: Executable, state: list[torch.Tensor], data: list[torch.Tensor]) -> Any:
         try:
             with graphs.replaying():
-                return known.run([*state, *data], self._find_aliased(state))
+                return program.run([*state, *data], self._find_aliased(state))
         except (AttributeError, TypeError, RuntimeError) as error:
-            self._raise_after(error, known, state)
+            self._raise_after(error, program, state)
 
     # ---- What has changed ----
 
@@ -299,7 +303,7 @@ class XLACompiledFunction(CompiledFunction):
     def _trace(
         self,
         key: Hashable,
-        known: Executable | None,
+        earlier: Executable | None,
         state: list[torch.Tensor],
         data: Mapping[Hashable, Any],
         tensors: list[torch.Tensor],
@@ -314,7 +318,7 @@ class XLACompiledFunction(CompiledFunction):
             reason = str(error)
         try:
             with self._fingerprint.trace():
-                made = self._function(data, **fixed)
+                output = self._function(data, **fixed)
         except BaseException:
             if trace is not None:
                 trace.undo()
@@ -325,15 +329,15 @@ class XLACompiledFunction(CompiledFunction):
             reason = reason or self._fingerprint.code or trace.why_traced(self._draws_on_host)
             if reason is None:
                 # A view would hold on to what it is a view of.
-                made = tree_map_only(torch.Tensor, self._without_base, made)
+                output = tree_map_only(torch.Tensor, self._without_base, output)
                 state = self._state()
-                traced = trace.end(state, made)
+                traced = trace.end(state, output)
         except CannotReplay as error:
             reason = str(error)
         try:
             if (reason := self._agree("the end of a trace", reason)) is not None:
                 raise CannotReplay(reason)
-            run(run=partial(self._run_first, key, known, traced, state, tensors))
+            run(run=partial(self._run_first, key, earlier, traced, state, tensors))
         except StateLost:
             # Nothing that is still to be computed may hold on to buffers that are gone: the next program would fail.
             trace.drop(traced)
@@ -341,7 +345,7 @@ class XLACompiledFunction(CompiledFunction):
         except CannotReplay as error:
             self.refuse(str(error))
             run(run=self._backend.end_step)
-        return made
+        return output
 
     def _without_base(self, tensor: torch.Tensor) -> torch.Tensor:
         is_view = tensor.device.type == self._backend.device.type and any(graphs.find_pending([tensor]))
@@ -350,7 +354,7 @@ class XLACompiledFunction(CompiledFunction):
     def _run_first(
         self,
         key: Hashable,
-        known: Executable | None,
+        earlier: Executable | None,
         traced: Traced,
         state: list[torch.Tensor],
         data: list[torch.Tensor],
@@ -358,7 +362,7 @@ class XLACompiledFunction(CompiledFunction):
         """Compile what was traced, unless it is compiled already, and run it. Raises `CannotReplay` where nothing has run."""
         programs = self._backend.programs
         executable = programs.hash_traced(traced)
-        self._note(key, known, executable)
+        self._note(key, earlier, executable)
         try:
             module = programs.run_first(executable, traced, [*state, *data], self._find_aliased(state))
         except CannotReplay:
@@ -369,9 +373,9 @@ class XLACompiledFunction(CompiledFunction):
         executable.compiles = self._backend.compiles()
         return module
 
-    def _note(self, key: Hashable, known: Executable | None, executable: Executable) -> None:
+    def _note(self, key: Hashable, earlier: Executable | None, executable: Executable) -> None:
         """Compare a program with what was traced before."""
-        difference = None if known is None else executable.difference(known)
+        difference = None if earlier is None else executable.difference(earlier)
         found = self._backend.processes.exchange("the program of a step", [executable.handle.hex(), difference])
         if len({handle for handle, _ in found}) > 1:
             raise HostsDisagree(
@@ -386,13 +390,13 @@ class XLACompiledFunction(CompiledFunction):
         if difference is not None:
             # The first step of a run may be another program, which does the same with one operator less.
             self._unlike.add(key)
-        executable.checked = known is not None and difference is None
+        executable.checked = earlier is not None and difference is None
         self._programs[key] = executable
 
     def _raise_after(self, error: Exception, executable: Executable, state: Sequence[torch.Tensor]) -> NoReturn:
         """Raise `CannotReplay` for a program that failed where the state still has its values, else `StateLost`."""
         what = f"{type(error).__name__}: {error}"
-        if not graphs.are_intact([state[place] for place in executable.written]):
+        if not graphs.are_intact([state[place] for place in executable.written_places]):
             raise StateLost(
                 f"A compiled step failed after it was given the buffers of the weights, whose values are gone. {what}"
             ) from error

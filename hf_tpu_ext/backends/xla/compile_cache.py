@@ -23,16 +23,16 @@ class XLACompileCache(Backend):
         self._compile_cache: CompileCache | None = None
 
     def use_compile_cache(self, setting: str) -> list[str]:
-        root, chosen = cache_root(setting)
+        root, is_explicit = cache_root(setting)
         # Kernels are lowered on the host, and so kept also where programs are not.
         self.kernels.directory = root and root / "kernels"
         on_host = self._pjrt_device == "CPU"
         if self._compile_cache is not None:
             used = self._compile_cache.directory.parent
-            if root == used or not chosen:
+            if root == used or not is_explicit:
                 return []
             return [f"compile_cache_dir={root or 'off'} has no effect: this process keeps its programs in {used}"]
-        if root is None or (on_host and not chosen):
+        if root is None or (on_host and not is_explicit):
             return []
         if path := os.environ.get("XLA_PERSISTENT_CACHE_PATH"):
             return [f"compile_cache_dir={root} has no effect: XLA_PERSISTENT_CACHE_PATH={path} is set"]

@@ -31,16 +31,16 @@ class XLAPrograms(Programs):
     def hash_traced(self, traced: Traced) -> Executable:
         """The program of what was traced."""
         handle = graphs.hash_graph(traced.results, traced.given_away)
-        return Executable(handle, traced.inputs, traced.written, traced.returned, traced.form, 0)
+        return Executable(handle, traced.inputs, traced.written_places, traced.returned, traced.structure, 0)
 
     def run_first(
-        self, executable: Executable, traced: Traced, given: Sequence[torch.Tensor], aliased: Collection[int]
+        self, executable: Executable, traced: Traced, tensors: Sequence[torch.Tensor], aliased: Collection[int]
     ) -> Any:
         """Compile what was traced, unless it is compiled already, and run it."""
         graphs.compile_graph(traced.results)
         results = iter(graphs.run_graph(executable.handle, traced.values))
-        executable.take(results, given, aliased)
-        for tensor, result in zip(traced.results[len(traced.written) :], results, strict=True):
+        executable.take(results, tensors, aliased)
+        for tensor, result in zip(traced.results[len(traced.written_places) :], results, strict=True):
             tensor.data = result
 
     def memory_of(self, tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -60,8 +60,8 @@ class XLAPrograms(Programs):
         # by a program that knows both. On several chips, a buffer that is still to be filled has no handle to ask for.
         self._backend.wait()
         state = list({memory_shared(tensor): tensor for tensor in computed(state)}.values())
-        known = {memory_shared(tensor) for tensor in state}
-        others = [tensor for tensor in computed(live_tensors()) if memory_shared(tensor) not in known]
+        own_memory = {memory_shared(tensor) for tensor in state}
+        others = [tensor for tensor in computed(live_tensors()) if memory_shared(tensor) not in own_memory]
         buffers = torch_xla._XLAC._get_tensors_handle(state)
         # What is equal is sent once: two tensors of the state may have one buffer, as the scales of two embeddings.
         first = {buffer: place for place, buffer in reversed(list(enumerate(buffers)))}
@@ -80,8 +80,8 @@ class XLAPrograms(Programs):
         self._backend.wait()
         aliased = self.aliased(state)
         single = [tensor for place, tensor in enumerate(state) if place not in aliased]
-        held = graphs.hold_buffers(single)
-        same = dict(zip(torch_xla._XLAC._get_tensors_handle(held), held, strict=True))
+        buffers = graphs.hold_buffers(single)
+        same = dict(zip(torch_xla._XLAC._get_tensors_handle(buffers), buffers, strict=True))
         for tensor, buffer in zip(single, torch_xla._XLAC._get_tensors_handle(single), strict=True):
             if same[buffer].dtype == tensor.dtype:
                 tensor.data = same[buffer]

@@ -65,8 +65,8 @@ class _Programs(XLAPrograms):
         return super().begin_trace(state, data)
 
     def hash_traced(self, traced: Traced) -> Executable:
-        executable = _NotRun(b"", traced.inputs, traced.written, traced.returned, traced.form, 0)
-        executable.outputs = [(tensor.shape, tensor.dtype) for tensor in traced.results[len(traced.written) :]]
+        executable = _NotRun(b"", traced.inputs, traced.written_places, traced.returned, traced.structure, 0)
+        executable.outputs = [(tensor.shape, tensor.dtype) for tensor in traced.results[len(traced.written_places) :]]
         return executable
 
     def run_first(self, executable: Executable, traced: Traced, tensors, aliased) -> TracedModule:
