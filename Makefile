@@ -5,6 +5,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Processes that share the tests, by file. Each takes up to 4 GB.
 TEST_WORKERS ?= 2
+# Files in the order of their names. xdist's own order, by the number of tests, leaves files of a few long tests for the end,
+# where one process waits for the other.
+IN_PARALLEL := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 QUICKSTART := .cache/quickstart
 
 # What the contract tests look into.
@@ -35,10 +38,10 @@ quickstart: setup $(QUICKSTART)/ready.json  ## Fine-tune SmolLM2-135M on this ma
 test: setup  ## Lint and run the tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile tests
+	$(BIN)/python -m pytest -q $(IN_PARALLEL) tests
 
 test-slow: setup  ## Run the slow tests too
-	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m 'slow or not slow' tests
+	$(BIN)/python -m pytest -q $(IN_PARALLEL) -m 'slow or not slow' tests
 
 test-gpu:  ## The tests of a GPU, and every recipe on it, with the `python` of this machine
 	python -m pytest -q -m 'slow or not slow' tests/trainers/test_gpu.py tests/cli/test_recipes.py -k 'gpu or test_recipe['
@@ -58,12 +61,12 @@ TORCH_TPU_ALL := tests/torch_tpu $(patsubst %,tests/trainers/test_%.py,trajector
 TORCH_TPU_DEFAULT := tests/distillation/test_cache_builder.py $(patsubst %,tests/trainers/test_%.py,two_lines preference_options reference_log_probs rollouts on_policy images differential kinds_of_user_code)
 
 test-torch-tpu: $(VENV)-torch-tpu/.installed  ## The tests of torch_tpu that CI runs, in an environment of its own
-	$(VENV)-torch-tpu/bin/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile $(TORCH_TPU_SHORT)
+	$(VENV)-torch-tpu/bin/python -m pytest -q $(IN_PARALLEL) $(TORCH_TPU_SHORT)
 
 # A run of each trainer that is killed five times takes half an hour.
 test-torch-tpu-slow: $(VENV)-torch-tpu/.installed  ## All tests of torch_tpu
-	$(VENV)-torch-tpu/bin/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m 'slow or not slow' -k 'not five-times' $(TORCH_TPU_ALL)
-	$(VENV)-torch-tpu/bin/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile $(TORCH_TPU_DEFAULT)
+	$(VENV)-torch-tpu/bin/python -m pytest -q $(IN_PARALLEL) -m 'slow or not slow' -k 'not five-times' $(TORCH_TPU_ALL)
+	$(VENV)-torch-tpu/bin/python -m pytest -q $(IN_PARALLEL) $(TORCH_TPU_DEFAULT)
 
 test-bounds: test-at-lowest test-at-newest  ## Contract tests at the bounds of setup.cfg
 
