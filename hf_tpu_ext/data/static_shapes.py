@@ -61,7 +61,7 @@ class CollatedBatch(dict):
     ):
         super().__init__(batch)
         self.num_examples = num_examples
-        self.rows_of_example = max(1, count_rows(batch) // num_examples)
+        self.rows_of_example = max(1, count_rows(batch) // max(1, num_examples))
         self.length = length
         self.padded = dict(padded)
         self.num_tokens = num_tokens

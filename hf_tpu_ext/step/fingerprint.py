@@ -23,7 +23,7 @@ from .running_code import RunningCode
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, Enum, torch.dtype, torch.device)
-# What they do is asked elsewhere; here it matters which one it is.
+# Compared by identity alone: [`RunningCode`] finds what the user's code does.
 _CODE = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
 _OF_MODULES = ("_modules", "_parameters", "_buffers")
 # PyTorch's own attributes of every module, which stay the same dicts. Most modules have little else.
@@ -152,6 +152,7 @@ class Fingerprint:
     def _note_python(self) -> None:
         # By identity: the name that people are shown, and how an entry's is made of it.
         self._names: dict[int, tuple[str, str]] = {}
+        # Collections without entries, which are compared by that alone.
         self._empty: list[dict | list] = []
         # Of the dicts with the attributes of a module, whether it is a module of this package.
         self._of_modules: dict[int, bool] = {}
@@ -271,7 +272,7 @@ class Fingerprint:
         """What has changed since it was noted, as a clause."""
         change = self._change_of_python()
         if change is not None:
-            # Upstream does so at each step, and it may undo the change.
+            # Upstream calls `model.train()` at each step, which may undo the change.
             self._set_mode()
             change = self._change_of_python()
         if change is None and (now := self._settings()) != self._noted:
@@ -279,7 +280,7 @@ class Fingerprint:
         return change
 
     def _change_of_python(self) -> str | None:
-        return self._changed_entry() or self._changed_trait()
+        return self._changed_entry() or self._changed_set_or_tensor()
 
     def _changed_entry(self) -> str | None:
         for entries in filter(None, self._empty):
@@ -323,7 +324,7 @@ class Fingerprint:
             self._is_outdated |= _has_other_collections(entries, noted)
         return change
 
-    def _changed_trait(self) -> str | None:
+    def _changed_set_or_tensor(self) -> str | None:
         for name, members, noted in self._sets:
             if members != noted:
                 return f"`{name}` was {_show(noted)}, is {_show(members)}"

@@ -293,7 +293,7 @@ def clip_gradients(model: torch.nn.Module, max_norm: float | None) -> torch.Tens
         return norm
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
-        # By `copy_`, see [`LazyAdamW.step`]. A gradient that persists stays the same tensor, on the same chips.
+        # By `copy_`, see [`update_adamw`]. A gradient that persists stays the same tensor, on the same chips.
         parameter.grad.copy_(parameter.grad * scale)
     return norm
 

@@ -10,7 +10,7 @@ from .gradients import StepGradients
 
 #: The micro-step with the optimizer's update, and those before it that only add to the gradients.
 OPTIMIZER_STEP, MICRO_STEP = "training step", "micro-step"
-#: What is appended to the kind of a program beside the steps where that of an evaluation is another one.
+#: Appended to the kind of a program whose model is in evaluation mode, for `hf-tpu plan` and warm-up to tell it apart.
 OF_EVALUATION = " of an evaluation"
 
 
@@ -35,13 +35,14 @@ def train_step(
         forward_backward (`Callable`):
             Upstream's loss as upstream has written it, and its backward pass. Returns the loss of the micro-step, detached.
         gradients ([`StepGradients`]):
-            Where gradients are between micro-steps. On chips that run by themselves, they are summed over these at the last one.
+            Where gradients are between micro-steps. With manual sharding they are summed over the chips in the last one.
         add_loss (`Callable`):
             Adds the loss to the sums of the log; called with whether the micro-step closes an optimizer step.
         clip (`Callable`):
             Clips the gradients, and returns their norm before.
         update (`Callable`):
-            Updates the weights, the moments and the average of the weights, given `numbers["update"]`.
+            Updates the weights, the moments and the average of the weights, given `numbers["update"]`, which are those of
+            [`~hf_tpu_ext.step.optimizer.LazyAdamW`].
         model ([`~torch.nn.Module`]):
             The model that is trained.
         batch (`dict[str, Any]`):

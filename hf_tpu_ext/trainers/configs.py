@@ -26,6 +26,7 @@ def describe_fields(cls: type) -> type:
     lines = [cls.__doc__.strip(), "", "Args:"]
     for field_ in fields(cls):
         if field_.name in vars(cls).get("__annotations__", {}):
+            assert "help" in field_.metadata, f"{cls.__name__}.{field_.name} has no help"
             kind = formatannotation(field_.type).removesuffix(" | None")
             default = "" if field_.default is None else f", defaults to `{field_.default!r}`"
             lines.append(f"    {field_.name} (`{kind}`, *optional*{default}):")

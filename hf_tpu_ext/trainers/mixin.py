@@ -277,7 +277,7 @@ class TPUTrainerMixin(
     def _end_run(self) -> None:
         """Leave the model and the trainer for another run, however this one ended."""
         if self.backend.static_shapes:
-            self.read_monitor.close()
+            self.sync_monitor.close()
             self.by_length.end_run()
             self.layers.end()
             self.steps.end_run()

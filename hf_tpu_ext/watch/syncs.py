@@ -93,7 +93,7 @@ class ReadFinder(TorchFunctionMode):
         ] += 1
 
 
-class RecompileMonitor(TrainerCallback):
+class SyncMonitor(TrainerCallback):
     """
     Names device-to-host syncs between two logs, and CPU fallbacks, by their line. Silent where there are none.
 

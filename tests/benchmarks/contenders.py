@@ -92,12 +92,12 @@ def _traced(plan: Plan, meter: Meter) -> dict[int, float]:
 
 def _unwatched(plan: Plan, meter: Meter) -> dict[int, float]:
     from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
-    from hf_tpu_ext.watch.syncs import RecompileMonitor
+    from hf_tpu_ext.watch.syncs import SyncMonitor
 
     class Unwatched(TPUSFTTrainer):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            self.remove_callback(RecompileMonitor)
+            self.remove_callback(SyncMonitor)
 
     return train_with(Unwatched, plan, meter, TPUSFTConfig, step_status=False, run_report=False)
 

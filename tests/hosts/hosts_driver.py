@@ -188,7 +188,7 @@ def run(
         "steps": trainer.state.global_step,
         "replays": trainer.backend.counters().replays,
         "recompiles": trainer.watch.recompiles,
-        "why_not": trainer.steps.why_not,
+        "why_not": trainer.steps.why_traced,
         "gathered": held,
         "mesh": None if trainer.backend._mesh is None else trainer.backend._mesh.get_logical_mesh().tolist(),
         "best": trainer.state.best_model_checkpoint,

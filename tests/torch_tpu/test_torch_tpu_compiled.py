@@ -173,7 +173,7 @@ def test_dropout_follows_from_seeds_that_are_data(runs, tmp_path):
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
     dropped, without = train("dropped", 0.3), train("without", 0.0)
-    assert dropped.steps.why_not is None and dropped.watch.recompiles == 0
+    assert dropped.steps.why_traced is None and dropped.watch.recompiles == 0
     assert len(set(losses(without))) == 1 and len(set(losses(dropped))) == 6
     again = train("again", 0.3, train=False)
     again.train(resume_from_checkpoint=str(tmp_path / "dropped" / "checkpoint-3"))
@@ -194,7 +194,7 @@ def test_the_average_of_the_weights_is_in_the_step(runs):
         return trainer, {names[key]: value.detach().cpu() for key, value in values.items()}
 
     ours, mine = average(TPUSFTConfig, compile_step="step")
-    assert ours.steps.why_not is None and ours.watch.recompiles == 0
+    assert ours.steps.why_traced is None and ours.watch.recompiles == 0
     _, theirs = average(TPUSFTConfig, backend="cpu", dataloader_pin_memory=False)
     assert mine.keys() == theirs.keys()
     for name, value in theirs.items():

@@ -130,7 +130,7 @@ def test_frequencies_are_those_of_the_longest_row(runs, make, xla):
     _, theirs, expected = train(Trainer, True)
     assert mine == pytest.approx(theirs, rel=1e-5)
     assert evaluated == pytest.approx(expected, rel=1e-5)
-    assert ours.steps.why_not is None and ours.watch.recompiles == 0
+    assert ours.steps.why_traced is None and ours.watch.recompiles == 0
     assert len(ours.watch.programs) == 2 and spent.fallbacks == 0
     assert not any("forward" in vars(module) for module in ours.model.modules())
 
@@ -275,7 +275,7 @@ def test_noise_in_training_is_by_the_longest_row_of_a_batch(runs, monkeypatch):
     )
     trainer.train()
     assert seen[:3] == [7, 9, 5]
-    assert trainer.steps.why_not is None and trainer.watch.recompiles == 0
+    assert trainer.steps.why_traced is None and trainer.watch.recompiles == 0
     # Only training adds noise, and asks for a length.
     assert not trainer.by_length.asks
 

@@ -113,7 +113,7 @@ def test_evaluates_and_predicts_outside_of_a_run(models):
     metrics = trainer.evaluate()
     assert metrics.keys() >= {"eval_a_loss", "eval_b_loss", "eval_reward"}
     trainer.train()
-    assert trainer.watch.recompiles == 0 and trainer.steps.compiled is None and trainer.steps.why_not is None
+    assert trainer.watch.recompiles == 0 and trainer.steps.compiled is None and trainer.steps.why_traced is None
     predicted = trainer.predict(sets["a"])
     assert predicted.predictions is None and "test_loss" in predicted.metrics
 

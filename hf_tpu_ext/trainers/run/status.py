@@ -104,7 +104,7 @@ class StatusMixin(RunFactsMixin):
     def reset_upstream_loss(self) -> None:
         """Set the sum of losses that upstream keeps back to 0, where the losses are that are added to it."""
         zero = torch.zeros(())
-        self._tr_loss = zero if self.steps.adds_nothing else self.backend.send(zero)
+        self._tr_loss = zero if self.steps.returns_zero_loss else self.backend.send(zero)
 
     # ---- Upstream's hooks ----
 

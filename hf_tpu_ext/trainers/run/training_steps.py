@@ -50,7 +50,7 @@ class TrainingSteps(TrainerCallback):
         #: The steps of the run under way, or `None` where their stages run one by one.
         self.compiled: CompiledFunction | None = None
         #: Why the steps of the last run were traced.
-        self.why_not: str | None = None
+        self.why_traced: str | None = None
         #: Numbers that the step under way has on the device, besides the batch.
         self.data: dict[str, torch.Tensor] = {}
         #: The norm of the gradients of the step under way, once it is known.
@@ -67,7 +67,7 @@ class TrainingSteps(TrainerCallback):
         # The optimizer of the run, and where code of the user's may run between the stages of a step, as it was when that was
         # looked at last.
         self._optimizer: torch.optim.Optimizer | None = None
-        self._places: dict[str, Hashable] = {}
+        self._user_code: dict[str, Hashable] = {}
         # Whether code of the user's runs between micro-steps.
         self._shows_gradients = False
 
@@ -87,7 +87,7 @@ class TrainingSteps(TrainerCallback):
         return self._backend.compiles_operators and runs_code
 
     @property
-    def adds_nothing(self) -> bool:
+    def returns_zero_loss(self) -> bool:
         """Whether what `run` returns to upstream's loop is a zero on the host."""
         return self.compiled is not None
 
@@ -97,13 +97,13 @@ class TrainingSteps(TrainerCallback):
         self._model = model
         self._trainer.begin_batches()
         with self._layers.in_place():
-            self._checkpoint_layers()
+            self._rematerialize_layers()
         with self._layers.as_a_loop():
             self._begin_run()
 
     def _begin_run(self) -> None:
         self._evaluations.forget()
-        self._note_places(self._find_places())
+        self._note_user_code(self._find_user_code())
         if isinstance(self._optimizer, LazyAdamW):
             self._optimizer.create_state()
         self._averaging.begin()
@@ -153,7 +153,7 @@ class TrainingSteps(TrainerCallback):
         with self._copies.not_made():
             if self.gradients.are_shown:
                 self.gradients.take_back()
-            self._follow_places()
+            self._follow_user_code()
             self.grad_norm = None
             numbers = {**numbers, "seed": self._trainer.seeds.next()}
             run = self._run_stages if self.compiled is None else self._run_program
@@ -189,7 +189,7 @@ class TrainingSteps(TrainerCallback):
         return torch.zeros(())
 
     def _check_updates(self, updated: Sequence[Any]) -> None:
-        """What is counted as updated holds for every program of this state: none may update other parameters."""
+        """Refuse replay if a program updates other parameters than earlier ones: what the host counts as updated holds for all."""
         before, self._updated = self._updated, updated
         if before is not None and before is not updated and not are_same(before, updated):
             self.compiled.refuse("the step updates other parameters than before")
@@ -203,10 +203,10 @@ class TrainingSteps(TrainerCallback):
         return self._programs.end(kind, f"step {self._programs.done + 1}", run=run)
 
     def _train_step(self, data: dict[str, dict[Any, Any]], sync_gradients: bool) -> dict[str, torch.Tensor]:
-        """What is compiled."""
+        """The function that is compiled: one micro-step."""
         self.data = numbers = data["numbers"]
         if self.compiled.traced is not None:
-            # Nothing else looks at what has changed.
+            # The fingerprint is not compared while steps are traced, so the model is looked at here.
             self._prepare_model()
         with self._random_numbers(numbers["seed"]):
             return train_step(
@@ -270,37 +270,37 @@ class TrainingSteps(TrainerCallback):
 
     def _compile(self) -> None:
         models = [self._model, *self._trainer.other_models()]
-        self.why_not = self._why_not(models)
+        self.why_traced = self._find_why_traced(models)
         wanted = self._programs.step_replay
-        reason = self.why_not or ("step_replay=False" if wanted is False else None)
+        reason = self.why_traced or ("step_replay=False" if wanted is False else None)
         if reason is not None and self._trainer.compile_step == "step" and self._backend.compiles_functions:
             raise UserError(f"compile_step='step' is not possible: {reason}. Leave it out, or set it to 'layers'.")
         if reason is not None and (wanted is not False or self._backend.compiles_functions):
-            self._warn(reason)
-        if self._why_stages() is not None:
+            self._fall_back(reason)
+        if self._why_stage_by_stage() is not None:
             return
         self.compiled = self._programs.compile(
             self._train_step,
             models,
             METHODS_OF_A_STEP,
             state=self._tensors,
-            why_not=partial(self._why_not, models),
+            why_not=partial(self._find_why_traced, models),
             settings=self._settings,
             training=True,
             on_change=self._prepare_model,
-            warn=self._warn,
+            warn=self._fall_back,
         )
 
-    def _warn(self, reason: str) -> None:
-        """Say that steps do not run as programs, and why, as a clause."""
+    def _fall_back(self, reason: str) -> None:
+        """Say why steps are not replayed, as a clause, and compile their layers where that is what is left."""
         if self._backend.compiles_functions:
             self._compiled_layers.begin(self._model, reason)
-            self._checkpoint_layers()
+            self._rematerialize_layers()
         else:
             self._programs.warn_traced(reason)
 
-    def _why_stages(self) -> str | None:
-        """Why the stages of a step run one by one."""
+    def _why_stage_by_stage(self) -> str | None:
+        """Why the stages of a step run one by one, as a clause; `None` if they do not."""
         if not isinstance(self._optimizer, LazyAdamW):
             return (
                 f"{type(self._optimizer).__name__} takes its learning rate as a Python number (optim=adamw_torch does "
@@ -308,14 +308,14 @@ class TrainingSteps(TrainerCallback):
             )
         return find_code_between_stages(self._trainer)
 
-    def _why_not(self, models: Sequence[nn.Module]) -> str | None:
+    def _find_why_traced(self, models: Sequence[nn.Module]) -> str | None:
         return (
-            self._why_stages()
+            self._why_stage_by_stage()
             or self._trainer.why_other_updates()
             or self._programs.why_traced(models, METHODS_OF_A_STEP)
         )
 
-    def _find_places(self) -> dict[str, Hashable]:
+    def _find_user_code(self) -> dict[str, Hashable]:
         """Where code of the user's may run between the backward pass and the update, by the names that people are shown."""
         optimizer = self._trainer.optimizer.optimizer
         return {
@@ -328,36 +328,39 @@ class TrainingSteps(TrainerCallback):
             "the methods of the trainer": tuple(name in vars(self._trainer) for name in METHODS_OF_A_STEP),
         }
 
-    def _follow_places(self) -> None:
+    def _follow_user_code(self) -> None:
         """Go on with an optimizer that a callback has put in the place of the run's own, and with callbacks that it has added."""
-        if (places := self._find_places()) == self._places:
+        if (found := self._find_user_code()) == self._user_code:
             return
-        self._note_places(places)
+        self._note_user_code(found)
         self._averaging.follow_optimizer()
         if self.compiled is None:
             return
-        if (reason := self._why_stages()) is None:
+        if (reason := self._why_stage_by_stage()) is None:
             self._optimizer.create_state()
             return
         self.compiled = None
         self._trainer.reset_upstream_loss()
         if not isinstance(self._optimizer, LazyAdamW):
             reason = f"the optimizer was replaced by {type(self._optimizer).__name__}"
-        self._warn(reason)
+        self._fall_back(reason)
 
-    def _note_places(self, places: dict[str, Hashable]) -> None:
-        self._places, self._optimizer = places, self._trainer.plain_optimizer
+    def _note_user_code(self, found: dict[str, Hashable]) -> None:
+        self._user_code, self._optimizer = found, self._trainer.plain_optimizer
         self._shows_gradients = sees_micro_steps(self._callbacks.callbacks)
 
     def _prepare_model(self) -> None:
         """Have the model as steps want it, with gradients of what is trained now. Code of the user's may have changed it."""
         self._updated = None
-        self._checkpoint_layers()
+        self._rematerialize_layers()
         if not self.gradients.are_of(self._model):
             self.make_gradients()
 
-    def _checkpoint_layers(self) -> None:
-        """Also where a callback has switched checkpointing off and on, as TRL does to generate: PyTorch's fails on XLA."""
+    def _rematerialize_layers(self) -> None:
+        """
+        Rematerialize layers. Done again where a callback has switched checkpointing off and on, as TRL does to generate: PyTorch's
+        fails on XLA.
+        """
         if self._compiled_layers.are_compiled:
             # By PyTorch's function: random numbers that follow from a seed are other code at each step.
             checkpoint_as_upstream(self._model)
@@ -370,7 +373,7 @@ class TrainingSteps(TrainerCallback):
 
     def _settings(self) -> dict[str, Any]:
         return {
-            **self._places,
-            "settings of the optimizer, or which parameters it updates,": self._optimizer.settings(),
+            **self._user_code,
+            "the optimizer's settings or parameters": self._optimizer.settings(),
             "how the trainer computes": self._trainer.settings_of_programs(),
         }

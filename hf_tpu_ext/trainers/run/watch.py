@@ -19,7 +19,7 @@ from ...vision.families import PIXELS
 from ...watch.compilations import ProgramWatch
 from ...watch.recompile_cause import Dependencies
 from ...watch.source_lines import describe_line, package_of
-from ...watch.syncs import RecompileMonitor
+from ...watch.syncs import SyncMonitor
 from .programs import reach_of_trainer
 from .user_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, names_of_a_step
 
@@ -30,7 +30,7 @@ class WatchMixin:
     #: Counts and explains the programs of the run, where programs are compiled.
     watch: ProgramWatch
     #: Names what reads the device between logs.
-    read_monitor: RecompileMonitor
+    sync_monitor: SyncMonitor
     #: The batch under way, on the host.
     batch_under_way: Mapping[str, Any] = {}
     # The optimizer's state and numbers before the step that was traced last: the schedule has changed them when it ends.
@@ -48,8 +48,8 @@ class WatchMixin:
             find_results=self._results_of_step,
             max_recompiles=max_recompiles,
         )
-        self.read_monitor = RecompileMonitor(self.backend, self.watch)
-        self.add_callback(self.read_monitor)
+        self.sync_monitor = SyncMonitor(self.backend, self.watch)
+        self.add_callback(self.sync_monitor)
 
     def begin_watch(self) -> None:
         """Watch a run whose optimizer, and what replays its steps, are there."""
