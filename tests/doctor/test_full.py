@@ -80,8 +80,6 @@ FAULTS = {
     "compile cache": ("wrong(torch_xla.runtime, 'initialize_cache', lambda right, *args, **kwargs: None)", "no graph"),
     "SmolLM2-135M": (RUN.format("t * float('nan')"), "the loss does not fall"),
 }
-# A few seconds each; the others take longer.
-QUICK = {"replay"}
 
 
 def try_one(name, fault, tmp_path, environment=""):
@@ -91,9 +89,8 @@ def try_one(name, fault, tmp_path, environment=""):
     return check, full.output
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MECHANISMS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MECHANISMS)
 def test_a_planted_fault_is_found(name, tmp_path):
     fault, text = FAULTS[name]
     environment = "os.environ['CPU_NUM_DEVICES'] = '8'" if name == "all chips" else ""

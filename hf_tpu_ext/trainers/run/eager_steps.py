@@ -48,10 +48,10 @@ class EagerSteps(TrainerCallback):
     """
 
     #: Steps are not run by the handle of their program, as those of [`TrainingSteps`] are.
-    compiled = why_not = None
+    compiled = why_traced = None
     replays = False
     #: Whether what `run` returns to upstream's loop is a zero on the host.
-    adds_nothing = False
+    returns_zero_loss = False
     #: The norm of the gradients of the step under way, where its program has clipped them.
     grad_norm: torch.Tensor | None = None
 
