@@ -68,7 +68,7 @@ class Step:
         length (`int`):
             Tokens of a row.
         lora (`bool`):
-            Whether adapters are trained in float32 beside weights in bfloat16, or weights in float32.
+            Whether adapters are trained in float32 beside weights in bfloat16, or weights.
         rematerialization (`str`):
             One of [`POLICIES`].
         block (`int`):
@@ -79,6 +79,8 @@ class Step:
             Whether kernels run without a TPU, slowly.
         dtype (`jnp.dtype`, *optional*, defaults to `jnp.bfloat16`):
             What products are computed in.
+        trained_dtype (`str`, *optional*, defaults to `"float32"`):
+            Of weights that are trained, norms aside, and of their moments.
     """
 
     config: dict[str, Any]
@@ -90,6 +92,7 @@ class Step:
     mesh: Mesh
     interpret: bool = False
     dtype: Any = jnp.bfloat16
+    trained_dtype: str = "float32"
 
     @cached_property
     def head_dim(self) -> int:
@@ -152,7 +155,7 @@ class Step:
     def shapes(self) -> tuple[_Arrays, _Arrays]:
         """What is trained, and what is frozen: in a layer's dictionary stacked by layers."""
         hidden = self.config["hidden_size"]
-        wide = jnp.bfloat16 if self.lora else jnp.float32
+        wide = jnp.bfloat16 if self.lora else jnp.dtype(self.trained_dtype)
 
         def array(*shape: int, dtype=wide) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype)

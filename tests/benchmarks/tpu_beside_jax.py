@@ -51,6 +51,7 @@ CASES = [
     _case(4, 1024, "full"),
     _case(4, 1024, model="Gemma-3-1B"),
     _case(1, 8192, model="Gemma-3-1B"),
+    _case(4, 1024, "full, dtype: bfloat16", "Gemma-3-1B", dtype="bfloat16"),
     _case(4, 1024, model="Qwen2.5-7B", mesh="fsdp"),
 ]
 
@@ -108,6 +109,7 @@ def compile_jax(case: Case, directory: Path) -> Program:
         "rows": int(case.settings["per_device_train_batch_size"]) * topology.num_chips,
         "length": case.length,
         "lora": "use_peft" in case.settings,
+        "trained_dtype": case.settings.get("dtype", "float32"),
         "rematerialization": case.settings["rematerialization"],
         "block": BLOCK,
         "topology": topology.compiler_options,
