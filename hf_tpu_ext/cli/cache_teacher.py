@@ -165,7 +165,7 @@ def _load_splits(script_args, training_args, dataset_args):
     from datasets import load_dataset
     from trl import get_dataset
 
-    with naming_broken_rows([script_args.dataset_name, *(mixed.path for mixed in dataset_args.datasets or ())]):
+    with naming_broken_rows(script_args, dataset_args):
         if dataset_args.datasets:
             dataset = get_dataset(dataset_args)
         else:

@@ -54,10 +54,13 @@ def check_paths(recipe: Recipe, reads_data: bool = True) -> None:
 def _is_cached(name: str) -> bool:
     """Whether upstream has kept something of this name on the hub, a model or a dataset."""
     from huggingface_hub.constants import HF_HOME, HF_HUB_CACHE
+    from huggingface_hub.file_download import repo_folder_name
 
-    kept, of_datasets = name.replace("/", "--"), os.environ.get("HF_DATASETS_CACHE", os.path.join(HF_HOME, "datasets"))
-    places = [os.path.join(HF_HUB_CACHE, f"{kind}--{kept}") for kind in ("models", "datasets")]
-    return any(map(os.path.isdir, [*places, os.path.join(of_datasets, name.replace("/", "___"))]))
+    folders = [
+        os.path.join(HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type=kind)) for kind in ("model", "dataset")
+    ]
+    prepared = os.environ.get("HF_DATASETS_CACHE", os.path.join(HF_HOME, "datasets"))
+    return any(map(os.path.isdir, [*folders, os.path.join(prepared, name.replace("/", "___"))]))
 
 
 def _reaches(address: str) -> bool:

@@ -165,11 +165,10 @@ class TRLScript:
 
         upstream = getattr(trl, self.trainer)
         setattr(trl, self.trainer, trainer_cls if adapt_trainer is None else adapt_trainer(trainer_cls))
-        mixed = [dataset.path for dataset in dataset_args.datasets or ()]
         try:
             with (
                 leaving_no_empty_dir(training_args.output_dir) if adapt_trainer is None else nullcontext(),
-                naming_broken_rows([script_args.dataset_name, *mixed]),
+                naming_broken_rows(script_args, dataset_args),
             ):
                 script.main(*arguments)
         except KeyError as error:

@@ -8,7 +8,7 @@ from .figures import HOW_TO_DRAW, can_draw, draw_curves, draw_shares
 from .metrics import RESULTS
 from .parts import Report, Section, Table
 from .record import Run, points
-from .sections import begun, datasets_of, headline, notes_on, time_in_phases, time_of_step
+from .sections import begin_time, datasets_of, headline, notes_on, time_in_phases, time_of_step
 
 
 def compare_runs(runs: Sequence[Run], prices: Mapping[str, Price]) -> Report:
@@ -32,7 +32,7 @@ def compare_runs(runs: Sequence[Run], prices: Mapping[str, Price]) -> Report:
     others = _compared(
         [
             {
-                "begun": begun(run),
+                "begun": begin_time(run.sessions[0]),
                 "model": run.begin["model"]["name"],
                 "parameters": f"{run.begin['model']['parameters']:,}",
                 "trained": f"{run.begin['model']['trained']:,}",

@@ -12,7 +12,7 @@ from .figures import HOW_TO_DRAW, can_draw, draw_curves, draw_shares, draw_step_
 from .metrics import GROUPS, MORE_NAMES, RESULTS, column
 from .parts import Report, Section, Table
 from .phases import BESIDES_STEPS, PHASES
-from .record import Run, points
+from .record import Run, Session, points
 
 
 def describe_run(run: Run, prices: Mapping[str, Price], planned: Section | None = None) -> Report:
@@ -34,7 +34,7 @@ def describe_run(run: Run, prices: Mapping[str, Price], planned: Section | None 
     return Report(
         title=run.begin["model"]["name"] or run.name,
         subtitle=f"{run.name}, on {count(backend['chips'], 'chip')} of {backend['device']}{_where(backend)}, begun "
-        f"{begun(run)}",
+        f"{begin_time(run.sessions[0])}",
         headline=headline(run, prices),
         sections=sections,
     )
@@ -258,7 +258,7 @@ def _cost(run: Run, prices: Mapping[str, Price]) -> Section:
     if len(run.sessions) > 1:
         rows = [
             [
-                session.begin["time"].replace("T", " ").replace("+00:00", " UTC"),
+                begin_time(session),
                 f"{session.begin['first_step']:,}",
                 f"{session.last_step:,}",
                 format_seconds(session.seconds),
@@ -270,9 +270,9 @@ def _cost(run: Run, prices: Mapping[str, Price]) -> Section:
     return section
 
 
-def begun(run: Run) -> str:
-    """When a run began."""
-    return run.sessions[0].begin["time"].replace("T", " ").replace("+00:00", " UTC")
+def begin_time(session: Session) -> str:
+    """When a run began, or was resumed."""
+    return session.begin["time"].replace("T", " ").replace("+00:00", " UTC")
 
 
 def datasets_of(run: Run) -> dict[str, str]:

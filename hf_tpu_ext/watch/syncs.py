@@ -40,8 +40,8 @@ _HAND_ON = (torch.overrides.__file__, torch._tensor.__file__, torch.nn.parameter
 class Read:
     """
     A place that reads the device, or that runs an operator on the host: what does it, as it is written; its line and, if that is
-    a library's, the user's that calls it, empty where none is known; whether it is within a step, whose program ends there; and the operator that ran on the
-    host, empty for a plain read.
+    a library's, the user's that calls it, empty where none is known; whether it is within a step, whose program ends there; and the
+    operator that ran on the host, empty for a plain read.
     """
 
     what: str

@@ -9,6 +9,8 @@ import subprocess
 
 import datasets
 import pytest
+from trl import ScriptArguments
+from trl.scripts.utils import DatasetConfig, DatasetMixtureConfig
 
 from hf_tpu_ext.cli.broken_rows import naming_broken_rows
 from hf_tpu_ext.cli.known_paths import check_paths
@@ -93,10 +95,11 @@ def test_a_line_that_is_no_json(here):
     (here / "chats").mkdir()
     (here / "chats" / "train.jsonl").write_text('{"text": "a"}\n\n{"text": "b"\n')
     with pytest.raises(UserError, match="chats/train.jsonl, line 3, is not JSON: .* Correct the line or remove it"):
-        with naming_broken_rows([None, "chats", "trl-lib/Capybara"]):
+        mixture = DatasetMixtureConfig([DatasetConfig("chats"), DatasetConfig("trl-lib/Capybara")])
+        with naming_broken_rows(ScriptArguments(), mixture):
             datasets.load_dataset("chats", cache_dir=str(here / "cache"))
     with pytest.raises(datasets.exceptions.DatasetGenerationError):
-        with naming_broken_rows(["tiny"]):
+        with naming_broken_rows(ScriptArguments("tiny"), DatasetMixtureConfig()):
             datasets.load_dataset("chats", cache_dir=str(here / "cache"))
 
 

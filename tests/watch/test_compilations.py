@@ -1,25 +1,14 @@
 """What has a program compiled again is named, by what has changed and by its line."""
 
 import itertools
-from functools import partial
 
 import pytest
 import torch
-from planted import ROWS, causes, collate, collate_then, line_of, said, train_tiny
+from planted import ROWS, causes, collate, collate_then, line_of
 from transformers import TrainerCallback
 
 from hf_tpu_ext import TPUTrainer, TPUTrainingArguments
 from hf_tpu_ext.watch.compilations import TooManyRecompiles
-
-
-@pytest.fixture
-def train(xla, tmp_path):
-    return partial(train_tiny, tmp_path)
-
-
-@pytest.fixture
-def lines(caplog):
-    return partial(said, caplog)
 
 
 # ---- All is well ----

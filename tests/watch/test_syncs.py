@@ -1,24 +1,13 @@
 """What reads the device between two logs, or runs on the host, is named by its line."""
 
 import re
-from functools import partial
 
 import pytest
 import torch
-from planted import causes, line_of, said, train_tiny
+from planted import causes, line_of
 from transformers import TrainerCallback
 
 from hf_tpu_ext import TPUTrainer
-
-
-@pytest.fixture
-def train(xla, tmp_path):
-    return partial(train_tiny, tmp_path)
-
-
-@pytest.fixture
-def lines(caplog):
-    return partial(said, caplog)
 
 
 class ReadsInStep(TPUTrainer):

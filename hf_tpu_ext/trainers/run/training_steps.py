@@ -160,13 +160,7 @@ class TrainingSteps(TrainerCallback):
             return run(model, inputs, num_items_in_batch, numbers, sync_gradients, forward_backward)
 
     def _run_program(
-        self,
-        model,
-        inputs,
-        num_items_in_batch,
-        numbers: dict[str, Any],
-        sync_gradients: bool,
-        forward_backward: Callable,
+        self, model, inputs, num_items_in_batch, numbers, sync_gradients, forward_backward
     ) -> torch.Tensor:
         if not model.training:
             # Upstream does so at each step.
@@ -227,13 +221,7 @@ class TrainingSteps(TrainerCallback):
     # ---- A step whose stages run one by one ----
 
     def _run_stages(
-        self,
-        model,
-        inputs,
-        num_items_in_batch,
-        numbers: dict[str, Any],
-        sync_gradients: bool,
-        forward_backward: Callable,
+        self, model, inputs, num_items_in_batch, numbers, sync_gradients, forward_backward
     ) -> torch.Tensor:
         """The stages up to the backward pass. The others are called by upstream's loop."""
         self._prepare_model()
