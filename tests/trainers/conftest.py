@@ -137,6 +137,11 @@ def logged(trainer):
     ]
 
 
+@pytest.fixture(name="logged")
+def logged_fixture():
+    return logged
+
+
 def assert_same_logs(trainer, reference, rel=1e-5):
     """Every logged number of `trainer` is that of `reference`, to `rel` of it."""
     ours, theirs = logged(trainer), logged(reference)

@@ -65,13 +65,6 @@ def assert_same(trainer, other, logged):
         assert torch.equal(tensor, expected[name]), name
 
 
-@pytest.fixture
-def logged():
-    from conftest import logged
-
-    return logged
-
-
 @pytest.mark.parametrize(
     ("model", "config"),
     [
