@@ -19,6 +19,7 @@ from ...sharding import ShardingPlan, advise_sharding, describe_hosts, describe_
 from ...sharding.local_gradients import LocalGradients
 from ...sharding.per_chip import score_tokens_per_chip
 from ...step.gradients import AccumulatedGradients, StepGradients
+from ...step.selected_rows import select
 
 
 logger = logging.get_logger(__name__)
@@ -195,14 +196,8 @@ class Chips:
             # On the device, and of all rows: upstream leaves values of a last batch out by their number.
             gather = partial(recursively_apply, self._backend.processes.gather)
             gathers = {"gather_for_metrics": gather, "gather": gather, "reduce": self._reduce}
-        kept = {name: vars(accelerator)[name] for name in gathers if name in vars(accelerator)}
-        vars(accelerator).update(gathers)
-        try:
+        with _gathered_by(accelerator, gathers):
             yield
-        finally:
-            for name in gathers:
-                del vars(accelerator)[name]
-            vars(accelerator).update(kept)
 
     def _reduce(self, value: torch.Tensor, reduction: str) -> torch.Tensor:
         gathered = self._backend.processes.gather(value[None])
@@ -285,6 +280,29 @@ class Chips:
             advice = advise_sharding(model, self.mesh, memory, averaged)
             found += [] if advice is None else [advice]
         return found
+
+
+@contextmanager
+def _gathered_by(accelerator: Accelerator, gathers: dict[str, Callable]) -> Iterator[None]:
+    """Within this context, these functions are the accelerator's methods of their names."""
+    kept = {name: vars(accelerator)[name] for name in gathers if name in vars(accelerator)}
+    vars(accelerator).update(gathers)
+    try:
+        yield
+    finally:
+        for name in gathers:
+            del vars(accelerator)[name]
+        vars(accelerator).update(kept)
+
+
+def rows_gathered(accelerator: Accelerator, rows: torch.Tensor) -> AbstractContextManager:
+    """Context in which what upstream gathers for metrics are the first rows of a batch, so many as a number on the device says."""
+
+    def cut(value: torch.Tensor) -> torch.Tensor:
+        # Numbers have no rows.
+        return select(value, torch.arange(len(value), device=value.device) < rows) if value.ndim else value
+
+    return _gathered_by(accelerator, {"gather_for_metrics": partial(recursively_apply, cut)})
 
 
 def _split_output(backend: Backend, module: nn.Module, args: Any, output: Any) -> Any:

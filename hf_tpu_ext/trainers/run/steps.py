@@ -1,7 +1,8 @@
 """A trainer's side of its steps: the loss that upstream computes, and the stages that follow it."""
 
+import math
 from collections.abc import Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from ...layers.attention import static_masks
 from ...layers.chunked_head import head_computed_by, score_tokens
 from ...step.optimizer import clip_gradients
 from ..checks.upstream import checkpointing_left_on
+from .chips import rows_gathered
 from .user_code import sees_micro_steps
 
 
@@ -74,7 +76,14 @@ class StepsMixin:
         """Numbers on the host, besides the batch, that a step needs on the device."""
         if self.args.gradient_accumulation_steps == 1:
             return {}
-        return {"micro_steps": torch.tensor(float(self.current_gradient_accumulation_steps))}
+        # Upstream has taken all batches of a step when it computes the first, so that accelerate cuts what it gathers to the rows of
+        # the last batch of an epoch in each of them.
+        state = self.accelerator.gradient_state
+        cut = state.end_of_dataloader and state.remainder > 0
+        return {
+            "micro_steps": torch.tensor(float(self.current_gradient_accumulation_steps)),
+            "rows_gathered": torch.tensor(float(state.remainder) if cut else math.inf),
+        }
 
     def state_of_steps(self) -> list[torch.Tensor]:
         """Tensors that a training step reads and changes, besides those of the model and the optimizer, in the same order."""
@@ -116,7 +125,10 @@ class StepsMixin:
 
     def _forward_backward(self, model, inputs, num_items_in_batch) -> torch.Tensor:
         """The first stage of a micro-step."""
-        with self.micro_steps_as_data(self.steps.data):
+        data = self.steps.data
+        replayed = "rows_gathered" in data and self.steps.may_be_replayed
+        cut = rows_gathered(self.accelerator, data["rows_gathered"]) if replayed else nullcontext()
+        with self.micro_steps_as_data(data), cut:
             return self._step_of_upstream(model, inputs, num_items_in_batch)
 
     def _step_of_upstream(self, model, inputs, num_items_in_batch) -> torch.Tensor:

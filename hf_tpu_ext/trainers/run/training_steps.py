@@ -81,10 +81,14 @@ class TrainingSteps(TrainerCallback):
         return "replay" if self.replays else "trace"
 
     @property
+    def may_be_replayed(self) -> bool:
+        """Whether the step under way is run by the handle of its program, or traced for one."""
+        return self.compiled is not None and self.compiled.traced is None
+
+    @property
     def by_operators(self) -> bool:
         """Whether a step is run operator by operator, each of which is a program."""
-        runs_code = self.compiled is None or self.compiled.traced is not None
-        return self._backend.compiles_operators and runs_code
+        return self._backend.compiles_operators and not self.may_be_replayed
 
     @property
     def returns_zero_loss(self) -> bool:
