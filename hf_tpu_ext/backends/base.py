@@ -35,9 +35,9 @@ def map_tensors(function: Callable[[torch.Tensor], Any], data: Any) -> Any:
 
 def tensors_in(data: Any) -> list[torch.Tensor]:
     """The tensors of a nested structure, in its order."""
-    found: list[torch.Tensor] = []
-    map_tensors(found.append, data)
-    return found
+    tensors: list[torch.Tensor] = []
+    map_tensors(tensors.append, data)
+    return tensors
 
 
 def replace_tensors(tensors: Iterable[torch.Tensor], data: Any) -> Any:

@@ -190,8 +190,8 @@ class CompiledFunction(ABC):
     def _agree(self, what: str, reason: str | None) -> str | None:
         """What this process has found out, or another one, where they trace and run programs together."""
         processes = self._backend.processes
-        found = processes.exchange(what, reason) if processes.one_program else [reason]
-        return next((reason for reason in found if reason is not None), None)
+        reasons = processes.exchange(what, reason) if processes.one_program else [reason]
+        return next((reason for reason in reasons if reason is not None), None)
 
     def _follow(self) -> None:
         """Forget all programs where something has changed that they depend on."""

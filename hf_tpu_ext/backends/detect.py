@@ -103,9 +103,9 @@ def has_torch_xla() -> bool:
 
 def has_torch_tpu() -> bool:
     """Whether torch_tpu is installed. It is looked up, not imported."""
-    found = importlib.util.find_spec("torch_tpu")
+    spec = importlib.util.find_spec("torch_tpu")
     # Any directory of that name is a namespace package, which has no file.
-    return found is not None and found.origin is not None
+    return spec is not None and spec.origin is not None
 
 
 def would_use_tpu(backend: str | None, environment: Mapping[str, str]) -> bool:

@@ -37,12 +37,12 @@ class DeviceProcesses(Processes):
     # ---- Values on the host ----
 
     def exchange(self, what: str, value: Any = None, error: Exception | None = None) -> list[Any]:
-        found: list[Any] = [None] * self.count
-        dist.all_gather_object(found, (value, error), group=self._host_group)
-        for raised in (error, *(other for _, other in found)):
-            if raised is not None:
-                raise raised
-        return [own for own, _ in found]
+        exchanges: list[Any] = [None] * self.count
+        dist.all_gather_object(exchanges, (value, error), group=self._host_group)
+        for failure in (error, *(other for _, other in exchanges)):
+            if failure is not None:
+                raise failure
+        return [own for own, _ in exchanges]
 
     def raise_together(self, what: str, error: Exception | None) -> None:
         # Others may be in a collective of upstream's. Who has started these processes ends them.

@@ -59,13 +59,13 @@ class Processes:
 
     def by_first(self, what: str, function: Callable[[], Any]) -> Any:
         """What the first gets from a function, for all. Its `ValueError` or `OSError` is raised by all."""
-        found = error = None
+        value = error = None
         if self.index == 0:
             try:
-                found = function()
+                value = function()
             except (ValueError, OSError) as raised:
                 error = raised
-        return self.exchange(what, found, error)[0]
+        return self.exchange(what, value, error)[0]
 
     def raise_together(self, what: str, error: Exception | None) -> None:
         """Raise the error of this process, or one that names what happened in another. Without any, nothing happens."""

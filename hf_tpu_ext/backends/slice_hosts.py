@@ -97,29 +97,29 @@ class SliceHosts(Processes):
         self._waiting: int | None = None
         # Held while hosts agree on a place to stop: none passes another one meanwhile.
         self._passing = threading.Lock()
-        self._passed = 0
+        self._num_places = 0
         self._listenings = 0
         # Each is of a listening: what this host asks for, that it has told its place, and where all stop and why.
         self._request: tuple[int, str] | None = None
-        self._announced: int | None = None
+        self._announced_listening: int | None = None
         self._stop: tuple[int, int, str] | None = None
         # What others know of.
-        self._raised: Exception | None = None
+        self._error: Exception | None = None
         self._closing = threading.Event()
         # How often the thread has watched the others.
         self._rounds = 0
         try:
             self._store = self._connect(address, port, is_server=index == 0)
             # A client of its own: one that waits keeps others of its process out.
-            self._watched = self._connect(address, port, is_server=False)
+            self._watch_store = self._connect(address, port, is_server=False)
         except (DistError, RuntimeError) as error:
             raise UserError(
                 f"Host {index} of {count} cannot reach the first at {address}:{port} ({str(error).splitlines()[0]}). Start the "
                 f"same command on all hosts, and set {VARIABLE}=address:port to an address of the first that all can reach, and a "
                 "port that is free there."
             ) from error
-        self._watched.set(f"state/{index}", _ALIVE)
-        self._watched.set(f"beat/{index}", "0")
+        self._watch_store.set(f"state/{index}", _ALIVE)
+        self._watch_store.set(f"beat/{index}", "0")
         self.exchange("the start")
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -135,7 +135,7 @@ class SliceHosts(Processes):
 
     def exchange(self, what: str, value: Any = None, error: Exception | None = None) -> list[Any]:
         if error is not None:
-            self._raised = error
+            self._error = error
         number = self._exchanges
         self._exchanges += 1
         keys = [f"value/{number}/{host}" for host in range(self.count)]
@@ -144,7 +144,7 @@ class SliceHosts(Processes):
             message = None if error is None else f"{type(error).__name__}: {error}"
             self._store.set(keys[self.index], json.dumps([what, value, message]))
             self._wait_for(keys, what)
-            found = [json.loads(text) for text in self._store.multi_get(keys)]
+            entries = [json.loads(text) for text in self._store.multi_get(keys)]
         except DistError as lost:
             self._lose(0, f"cannot be reached any more ({str(lost).splitlines()[0]})")
         finally:
@@ -154,30 +154,30 @@ class SliceHosts(Processes):
             self._store.delete_key(f"value/{number - 1}/{self.index}")
         if error is not None:
             raise error
-        failed = [f"host {host}: {message}" for host, (_, _, message) in enumerate(found) if message is not None]
-        if failed:
-            raise HostsDisagree("\n".join(failed))
-        places = [place for place, *_ in found]
+        failures = [f"host {host}: {message}" for host, (_, _, message) in enumerate(entries) if message is not None]
+        if failures:
+            raise HostsDisagree("\n".join(failures))
+        places = [place for place, *_ in entries]
         if len(set(places)) > 1:
             message = "; ".join(f"host {host}: {place}" for host, place in enumerate(places))
             raise HostsDisagree(
                 f"Hosts are at different places of the run ({message}). All have to run the same code: what uses the model "
                 "must not stand behind a question which host this is."
             )
-        return [value for _, value, _ in found]
+        return [value for _, value, _ in entries]
 
     def _wait_for(self, keys: list[str], what: str) -> None:
         began = time.monotonic()
         # Asked again and again, for signals to be handled meanwhile: at first at once, as most are there within a millisecond.
         while not self._store.check(keys):
-            waited = time.monotonic() - began
-            if waited > _EXCHANGE:
+            seconds = time.monotonic() - began
+            if seconds > _EXCHANGE:
                 missing = [str(host) for host, key in enumerate(keys) if not self._store.check([key])]
                 raise HostsDisagree(
                     f"Host {', '.join(missing)} did not come to {what} within {_EXCHANGE:g} seconds, where host {self.index} "
                     "waits. All hosts have to run the same code."
                 )
-            time.sleep(min(0.05, waited / 4))
+            time.sleep(min(0.05, seconds / 4))
 
     def note_sent(self, data: Any) -> None:
         for tensor in tree_leaves(data):
@@ -187,19 +187,19 @@ class SliceHosts(Processes):
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
         self._together += 1
-        stopped: SystemExit | None = None
+        stop: SystemExit | None = None
         try:
             yield
         except SystemExit as error:
             # Told to stop, as all are.
             if error.code != os.EX_TEMPFAIL:
                 raise
-            stopped = error
+            stop = error
         finally:
             self._together -= 1
         self.exchange(f"the end of {what}")
-        if stopped is not None:
-            raise stopped
+        if stop is not None:
+            raise stop
 
     # ---- Stopping ----
 
@@ -212,11 +212,11 @@ class SliceHosts(Processes):
 
     def reached(self) -> str | None:
         with self._passing:
-            self._passed += 1
+            self._num_places += 1
             if self._stop is None or self._stop[0] != self._listenings:
                 return None
             _, place, reason = self._stop
-            return reason if self._passed >= place else None
+            return reason if self._num_places >= place else None
 
     def _agree_on_stop(self) -> None:
         """
@@ -225,25 +225,25 @@ class SliceHosts(Processes):
         """
         listening = self._listenings
         prefix = f"stop/{listening}"
-        if self._announced not in (None, listening):
+        if self._announced_listening not in (None, listening):
             # Of a run that has ended meanwhile.
-            self._announced = None
+            self._announced_listening = None
             self._passing.release()
         if not listening or (self._stop is not None and self._stop[0] == listening):
             return
-        if self._announced is None:
+        if self._announced_listening is None:
             if self._request is not None and self._request[0] == listening:
-                self._watched.compare_set(f"{prefix}/reason", "", self._request[1])
-            if not self._watched.check([f"{prefix}/reason"]):
+                self._watch_store.compare_set(f"{prefix}/reason", "", self._request[1])
+            if not self._watch_store.check([f"{prefix}/reason"]):
                 return
             self._passing.acquire()
-            self._announced = listening
-            self._watched.set(f"{prefix}/{self.index}", str(self._passed))
+            self._announced_listening = listening
+            self._watch_store.set(f"{prefix}/{self.index}", str(self._num_places))
         keys = [f"{prefix}/{host}" for host in range(self.count)]
-        if self._watched.check(keys):
-            passed = [int(text) for text in self._watched.multi_get(keys)]
-            self._stop = listening, max(passed) + 1, self._watched.get(f"{prefix}/reason").decode()
-            self._announced = None
+        if self._watch_store.check(keys):
+            places = [int(text) for text in self._watch_store.multi_get(keys)]
+            self._stop = listening, max(places) + 1, self._watch_store.get(f"{prefix}/reason").decode()
+            self._announced_listening = None
             self._passing.release()
 
     # ---- Watching each other ----
@@ -256,10 +256,10 @@ class SliceHosts(Processes):
         while not self._closing.wait(_INTERVAL):
             try:
                 self._rounds += 1
-                self._watched.set(beats[self.index], str(self._rounds))
+                self._watch_store.set(beats[self.index], str(self._rounds))
                 self._agree_on_stop()
                 state_texts, beat_texts = (
-                    [text.decode() for text in self._watched.multi_get(keys)] for keys in (states, beats)
+                    [text.decode() for text in self._watch_store.multi_get(keys)] for keys in (states, beats)
                 )
             except DistError:
                 if not self._closing.is_set():
@@ -293,7 +293,7 @@ class SliceHosts(Processes):
     def _needs(self, host: int) -> bool:
         """Whether this host cannot go on without another."""
         if (number := self._waiting) is not None:
-            return not self._watched.check([f"value/{number}/{host}"])
+            return not self._watch_store.check([f"value/{number}/{host}"])
         return self._together > 0
 
     def _lose(self, host: int, how: str) -> None:
@@ -305,7 +305,7 @@ class SliceHosts(Processes):
             os.write(2, message.encode())
         if host != 0:
             with suppress(DistError):
-                self._watched.set(f"state/{self.index}", _FOLLOWED)
+                self._watch_store.set(f"state/{self.index}", _FOLLOWED)
                 if self.index == 0:
                     # The others are to find out, too.
                     self._wait_until_all_ended(4 * _INTERVAL)
@@ -317,10 +317,10 @@ class SliceHosts(Processes):
             return
         # An error that was not handled, as the interpreter notes it.
         error = vars(sys).get("last_value")
-        is_known = error is None or isinstance(error, HostsDisagree) or error is self._raised
+        is_known = error is None or isinstance(error, HostsDisagree) or error is self._error
         state = _ENDED if is_known else f"{_FAILED} {type(error).__name__}: {error}"
         with suppress(DistError):
-            self._watched.set(f"state/{self.index}", state)
+            self._watch_store.set(f"state/{self.index}", state)
             if self.index == 0:
                 self._wait_until_all_ended(2 * self._silence)
         self._closing.set()

@@ -63,8 +63,8 @@ def _examine(args: argparse.Namespace) -> tuple[list, str]:
 
     checks = []
 
-    def show(found: Iterable) -> None:
-        for check in found:
+    def show(results: Iterable) -> None:
+        for check in results:
             checks.append(check)
             print(_describe(check), flush=True)
 

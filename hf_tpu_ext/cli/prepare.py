@@ -79,9 +79,9 @@ def _run_vision(args: argparse.Namespace) -> int:
 
 def _check_is_own(output_dir: Path, names: set[str]) -> None:
     """Refuse a directory that an earlier call has not made: `model` and `data` there are somebody's own."""
-    found = {path.name for path in output_dir.iterdir()} if output_dir.is_dir() else set()
+    files = {path.name for path in output_dir.iterdir()} if output_dir.is_dir() else set()
     # An earlier call has made all of them.
-    others = sorted(found - names if found >= names else found)
+    others = sorted(files - names if files >= names else files)
     if others:
         raise UserError(
             f"--output_dir {output_dir} holds other files ({', '.join(others[:3])}{', ...' * (len(others) > 3)}), and model, data "

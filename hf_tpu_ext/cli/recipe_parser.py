@@ -144,8 +144,8 @@ class RecipeParser(TrlParser):
                 expected = f"one of {', '.join(map(str, action.choices))}"
             else:
                 expected = hint.__name__ if isinstance(hint, type) else str(hint)
-            found = "has no value" if value is True else f"is {value!r}"
-            raise UserError(f"{recipe.where(key)}: {key} {found}, expected {expected}.") from None
+            problem = "has no value" if value is True else f"is {value!r}"
+            raise UserError(f"{recipe.where(key)}: {key} {problem}, expected {expected}.") from None
         return converted
 
 

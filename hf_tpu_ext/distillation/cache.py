@@ -99,12 +99,12 @@ class TeacherCache:
             )
         manifest = self.manifest
         shard, number = place
-        found = read_sequence(self._reader(shard), number)
-        ids, log_probs = torch.from_numpy(found["ids"]), torch.from_numpy(found["values"]).float() / temperature
+        arrays = read_sequence(self._reader(shard), number)
+        ids, log_probs = torch.from_numpy(arrays["ids"]), torch.from_numpy(arrays["values"]).float() / temperature
         if temperature != 1:
             column = normalised(manifest.temperatures).index(temperature)
-            log_probs = log_probs - torch.from_numpy(found["normalisers"][:, column, None])
-        log_tail = torch.from_numpy(found["log_tails"][:, manifest.temperatures.index(temperature)]).float()
+            log_probs = log_probs - torch.from_numpy(arrays["normalisers"][:, column, None])
+        log_tail = torch.from_numpy(arrays["log_tails"][:, manifest.temperatures.index(temperature)]).float()
         if top_k < manifest.top_k:
             log_tail = torch.cat([log_tail[:, None], log_probs[:, top_k:]], dim=-1).logsumexp(-1)
         return TopK(ids[:, :top_k], log_probs[:, :top_k], log_tail)

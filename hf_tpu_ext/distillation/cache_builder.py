@@ -63,10 +63,10 @@ class TeacherRun:
         shape = batch["input_ids"].shape
         inputs = self.backend.send_rows(batch, shape[0])
         if self.backend.static_shapes:
-            found = self._compiled(inputs, run_alone, top_k=top_k, temperatures=temperatures)
+            rows = self._compiled(inputs, run_alone, top_k=top_k, temperatures=temperatures)
         else:
-            found = self._compute(inputs, top_k, temperatures)
-        return TeacherRows(*(tensor.reshape(*shape, -1) for tensor in self.backend.fetch(tuple(found))))
+            rows = self._compute(inputs, top_k, temperatures)
+        return TeacherRows(*(tensor.reshape(*shape, -1) for tensor in self.backend.fetch(tuple(rows))))
 
     @cached_property
     def _compiled(self) -> CompiledFunction:

@@ -136,9 +136,11 @@ class CacheWriter:
 
     def _partly_written(self, announced: set[str]) -> list[Path]:
         """What [`write_atomically`] has left of files of a cache, where it was killed."""
-        found = {path: re.fullmatch(r"\.(.+)\.[0-9a-f]{8}\.tmp", path.name) for path in self.directory.glob(".*.tmp")}
+        matches = {
+            path: re.fullmatch(r"\.(.+)\.[0-9a-f]{8}\.tmp", path.name) for path in self.directory.glob(".*.tmp")
+        }
         names = {*announced, MANIFEST, PROGRESS} if announced else set()
-        return [path for path, match in found.items() if match is not None and match[1] in names]
+        return [path for path, match in matches.items() if match is not None and match[1] in names]
 
     @property
     def pending(self) -> list[range]:
@@ -252,11 +254,11 @@ class CacheWriter:
                 return set()
             raise
         announced: set[str] = set()
-        for found, settings in ((manifest, manifest), (progress, progress and progress["settings"])):
-            if found is not None:
-                announced |= set(names_of_shards(settings["sequences"], found["sequences_per_shard"]))
-        found = manifest or progress
-        if found is None:
+        for record, settings in ((manifest, manifest), (progress, progress and progress["settings"])):
+            if record is not None:
+                announced |= set(names_of_shards(settings["sequences"], record["sequences_per_shard"]))
+        record = manifest or progress
+        if record is None:
             return announced
         try:
             self._compare(manifest or progress["settings"])
@@ -264,9 +266,9 @@ class CacheWriter:
             if overwrite:
                 return announced
             raise
-        self._per_shard = found["sequences_per_shard"]
+        self._per_shard = record["sequences_per_shard"]
         # Whoever makes a complete cache again has a reason to doubt its files.
-        for shard in read_shards(found):
+        for shard in read_shards(record):
             if (damage := find_damage(self.directory, shard, verify=manifest is not None)) is None:
                 self._shards[int(shard.file[6:11])] = shard
             else:

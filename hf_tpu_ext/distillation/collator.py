@@ -40,8 +40,8 @@ def collate_with_teacher(
         torch.zeros((rows, length)),
     )
     for row, example in enumerate(examples):
-        found = cache.lookup(example["input_ids"], temperature, top_k)
-        for whole, part in zip(padded, found, strict=True):
+        of_example = cache.lookup(example["input_ids"], temperature, top_k)
+        for whole, part in zip(padded, of_example, strict=True):
             whole[row, : part.shape[0]] = part
     return {**batch, **dict(zip(_KEYS, padded, strict=True))}
 

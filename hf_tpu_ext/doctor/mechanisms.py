@@ -124,9 +124,11 @@ class Mechanisms:
         """Check logged numbers against those of eager CPU, and say how far the farthest is off."""
         worst = 0.0
         for name in names:
-            found, expected = ours.values(name), reference.values(name)
-            _check(len(found) == len(expected) > 0, f"{len(found)} logs of {name}, and {len(expected)} on eager CPU")
-            for place, (value, right) in enumerate(zip(found, expected, strict=True)):
+            values, references = ours.values(name), reference.values(name)
+            _check(
+                len(values) == len(references) > 0, f"{len(values)} logs of {name}, and {len(references)} on eager CPU"
+            )
+            for place, (value, right) in enumerate(zip(values, references, strict=True)):
                 off = abs(value - right) / max(abs(right), 1e-3)
                 worst = max(worst, off)
                 # The other way round, a NaN would pass.
@@ -164,9 +166,9 @@ class Mechanisms:
 
     def parity(self) -> Found:
         backend = self.backend
-        found = self.compare("plain")
+        outcome = self.compare("plain")
         chips = count(backend.num_chips, "chip")
-        return found._replace(text=f"{backend.name} ({backend.device_name}), {chips}: {found.text}")
+        return outcome._replace(text=f"{backend.name} ({backend.device_name}), {chips}: {outcome.text}")
 
     def replay(self) -> Found:
         if not self.on_xla:
@@ -208,13 +210,13 @@ class Mechanisms:
         return Found(text)
 
     def two_lengths(self) -> Found:
-        found = self.compare("two lengths")
+        outcome = self.compare("two lengths")
         if not self.on_xla:
-            return found
+            return outcome
         batches = self.runs.ours("two lengths").trainer.get_train_dataloader()
         lengths = sorted({batch["input_ids"].shape[1] for batch in batches})
         _check(len(lengths) == 2, f"batches have the lengths {lengths}, and are to have two")
-        return found._replace(text=f"{' and '.join(map(str, lengths))} tokens: {found.text}")
+        return outcome._replace(text=f"{' and '.join(map(str, lengths))} tokens: {outcome.text}")
 
     def accumulation(self) -> Found:
         return self.compare("accumulated")
@@ -225,8 +227,8 @@ class Mechanisms:
         rounded = [name for name in rounded if "norm" not in name]
         _check(not rounded, f"{len(rounded)} weights are kept in bfloat16")
         _check(ours.values("loss") != plain.values("loss"), "the losses are those of float32")
-        found = self.compare("bfloat16", tolerance=_BFLOAT16)
-        return found._replace(text=f"float32 weights; {found.text}")
+        outcome = self.compare("bfloat16", tolerance=_BFLOAT16)
+        return outcome._replace(text=f"float32 weights; {outcome.text}")
 
     def activation_checkpointing(self) -> Found:
         return self.compare("checkpointed")
@@ -239,10 +241,10 @@ class Mechanisms:
     def splash_attention(self) -> Found:
         if not self.on_xla:
             return _not_here("a kernel for TPU, tried with torch_xla only")
-        found = self.compare("splash", tolerance=_BFLOAT16)
+        outcome = self.compare("splash", tolerance=_BFLOAT16)
         splash, slices = self.runs.ours("splash"), self.runs.ours("bfloat16")
         text = self.near(splash, slices, tolerance=_BFLOAT16).replace("eager CPU's", "sliced attention's")
-        return found._replace(text=f"{text}; {found.text}")
+        return outcome._replace(text=f"{text}; {outcome.text}")
 
     def evaluation(self) -> Found:
         return self.compare("evaluated", ("loss", "eval_loss"))
@@ -288,14 +290,14 @@ class Mechanisms:
             return self._all_gpus()
         if self.backend.num_chips == 1:
             return _not_here("one chip")
-        found = self.compare("sharded")
+        outcome = self.compare("sharded")
         if self.on_xla:
             from torch_xla import _XLAC
 
             weights = list(self.runs.ours("sharded").trainer.model.parameters())
             split = sum("devices=" in _XLAC._get_xla_sharding_spec(weight) for weight in weights)
             _check(split > 0, "mesh: fsdp, and every chip holds every weight whole")
-        return found._replace(text=f"{self.backend.num_chips} chips, sharded weights: {found.text}")
+        return outcome._replace(text=f"{self.backend.num_chips} chips, sharded weights: {outcome.text}")
 
     def _all_gpus(self) -> Found:
         """A process for each GPU, as torchrun starts them; on eager CPU two."""
@@ -387,15 +389,15 @@ def main(directory: str, ticks: str, *names: str) -> int:
         began = time.monotonic()
         line: dict[str, Any] = {"name": name, "status": "failed", "fix": MECHANISMS[name]}
         try:
-            found = _METHODS[name](mechanisms)
+            outcome = _METHODS[name](mechanisms)
         except Exception as error:
             # Whatever it is: the next mechanism is tried all the same.
             traceback.print_exc()
             words = str(error).strip().splitlines() or [""]
             line["text"] = words[0] if isinstance(error, WrongError) else f"{type(error).__name__}: {words[0]}"
         else:
-            line |= {"status": "ok" if found.applies else "none", "text": found.text, "fix": None}
-            line["numbers"] = found.numbers
+            line |= {"status": "ok" if outcome.applies else "none", "text": outcome.text, "fix": None}
+            line["numbers"] = outcome.numbers
         line.setdefault("numbers", {})["seconds"] = round(time.monotonic() - began, 1)
         with open(ticks, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

@@ -59,11 +59,11 @@ def check_versions(
 
 def _both(find_version: Callable[[str], str | None]) -> Check:
     """What is wrong with an environment that has both of the packages that drive a TPU."""
-    found = ", ".join(f"{name} {find_version(name)}" for name in ("torch", "torch_xla", "torch_tpu"))
+    versions = ", ".join(f"{name} {find_version(name)}" for name in ("torch", "torch_xla", "torch_tpu"))
     return Check(
         "torch_xla and torch_tpu",
         "failed",
-        f"{found}: torch_xla needs torch 2.9, torch_tpu 2.11 or newer, so one of them cannot work",
+        f"{versions}: torch_xla needs torch 2.9, torch_tpu 2.11 or newer, so one of them cannot work",
         f"Make an environment for each: {install_command('tpu')} in one, {requirement('torch_tpu')} in the other",
     )
 

@@ -133,7 +133,7 @@ def _pack(rounding: Rounding, weight: torch.Tensor) -> np.ndarray:
     return np.concatenate([scales.view(np.uint8), blocks.view(np.uint8)], axis=-1).reshape(weight.shape[0], -1)
 
 
-def _difference(rounding: Rounding, weight: torch.Tensor, found: np.ndarray) -> float:
+def _difference(rounding: Rounding, weight: torch.Tensor, values: np.ndarray) -> float:
     _, scales = rounding.quantize_weight(weight)
-    differences = (torch.from_numpy(found) - rounding.round_weight(weight)).abs().unflatten(-1, (-1, _BLOCK))
+    differences = (torch.from_numpy(values) - rounding.round_weight(weight)).abs().unflatten(-1, (-1, _BLOCK))
     return (differences / scales.abs().unsqueeze(-1)).max().item()

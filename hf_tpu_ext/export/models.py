@@ -190,14 +190,14 @@ class Source:
             model.load_state_dict({name: file.get_tensor(key) for name, key in saved.items()}, strict=False)
 
     def _check_base(self, model: PreTrainedModel, new: Collection[str]) -> BaseCheck:
-        found = find_differences(self.directory, model, new)
-        if found is None:
+        differences = find_differences(self.directory, model, new)
+        if differences is None:
             return BaseCheck(
                 None,
                 f"Whether {self.base} is the base that the adapter was trained on could not be verified: {self.directory} has no "
                 f"{BASE_FILE} that fits it.",
             )
-        compared, differing = found
+        compared, differing = differences
         if not differing:
             return BaseCheck(True, f"The base is the one of the training: {compared} weights compared.")
         return BaseCheck(

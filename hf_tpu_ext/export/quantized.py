@@ -86,15 +86,15 @@ def write_quantized(model: PreTrainedModel, trained_for: TrainedFor, dtype: torc
         apply_quantization_config,
     )
 
-    found = trained_for.fake_quantization(model)
-    if found.experts:
+    fake = trained_for.fake_quantization(model)
+    if fake.experts:
         raise UserError(
-            f"--quantize rounds linear layers, and the experts of this model are none ({', '.join(found.experts)}): a file with "
+            f"--quantize rounds linear layers, and the experts of this model are none ({', '.join(fake.experts)}): a file with "
             "both cannot be loaded. Leave out --quantize."
         )
-    rounding = found.rounding
-    rounded = {name: rounding.quantize_weight(module.weight) for name, module in found.linears.items()}
-    ends = [*found.embeddings, *([] if found.head is None else [found.head])]
+    rounding = fake.rounding
+    rounded = {name: rounding.quantize_weight(module.weight) for name, module in fake.linears.items()}
+    ends = [*fake.embeddings, *([] if fake.head is None else [fake.head])]
     # Tied weights once: rounded weights have other scales.
     for weight in {id(module.weight): module.weight for module in ends}.values():
         weight.data = rounding.round_weight(weight)

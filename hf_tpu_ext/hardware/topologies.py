@@ -63,12 +63,12 @@ class Topology:
     @property
     def hosts(self) -> list[list[int]]:
         """The chips of each host, numbered as the compiler does: along the first dimension first."""
-        found: dict[tuple[int, ...], list[int]] = {}
+        chips_of_hosts: dict[tuple[int, ...], list[int]] = {}
         places = itertools.product(*(range(size) for size in reversed(self.layout)))
         for chip, place in enumerate(places):
             host = tuple(at // size for at, size in zip(place, reversed(self.host_layout), strict=True))
-            found.setdefault(host, []).append(chip)
-        return list(found.values())
+            chips_of_hosts.setdefault(host, []).append(chip)
+        return list(chips_of_hosts.values())
 
     @property
     def compiler_name(self) -> str:

@@ -103,11 +103,11 @@ def forward(request: dict, save_residuals: bool, query, key, value, ids):
         return kernel(query, key, value, segment_ids=splash_attention_kernel.SegmentIds(ids, ids))
 
     with _scope(request, kernel, "forward"):
-        found = jax.vmap(attend)(query, key, value, ids)
+        results = jax.vmap(attend)(query, key, value, ids)
     length = request["length"]
     if not save_residuals:
-        return (found[:, :, :length],)
-    output, (sums,) = found
+        return (results[:, :, :length],)
+    output, (sums,) = results
     return output[:, :, :length], sums[:, :, :length]
 
 
@@ -127,7 +127,7 @@ def backward(request: dict, query, key, value, ids, output, sums, gradient):
 
     with _scope(request, kernel, "backward"):
         gradients = jax.vmap(differentiate)(*tensors)
-    return tuple(found[:, :, : request["length"]] for found in gradients)
+    return tuple(padded_gradient[:, :, : request["length"]] for padded_gradient in gradients)
 
 
 def _in_order(settings: dict) -> list:

@@ -10,8 +10,10 @@ def required_versions(*names: str) -> dict[str, str]:
     internal interface of jaxlib, and kernels are of the version that libtpu reads: these are the versions that torch_xla's own
     extras ask for, so that plans and kernels are made for the compiler of the run.
     """
-    found = (re.fullmatch(r"(\w+)==([\w.]+); extra == ['\"]plan['\"]", line) for line in requires("hf_tpu_ext") or ())
-    return {match[1]: match[2] for match in found if match and (not names or match[1] in names)}
+    matches = (
+        re.fullmatch(r"(\w+)==([\w.]+); extra == ['\"]plan['\"]", line) for line in requires("hf_tpu_ext") or ()
+    )
+    return {match[1]: match[2] for match in matches if match and (not names or match[1] in names)}
 
 
 def find_wrong_versions(*names: str) -> list[str]:

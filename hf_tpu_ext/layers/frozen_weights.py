@@ -160,12 +160,14 @@ class FrozenWeights:
 
     def shorten(self, holds: Callable[[Sequence[Tensor]], list[bool]]) -> None:
         """Turn the weights that bfloat16 holds exactly, which `holds` says as [`bfloat16_holds`], into bfloat16."""
-        found = _find_modules(self._model)
-        fits_bfloat16 = holds([modules[0].weight for modules in found.values()])
+        modules_by_name = _find_modules(self._model)
+        fits_bfloat16 = holds([modules[0].weight for modules in modules_by_name.values()])
         # All layers get the same dtypes: they may run as one loop.
-        too_precise = {name_of_any_layer(name) for name, fits in zip(found, fits_bfloat16, strict=True) if not fits}
+        too_precise = {
+            name_of_any_layer(name) for name, fits in zip(modules_by_name, fits_bfloat16, strict=True) if not fits
+        }
         self._modules = {
-            name: modules for name, modules in found.items() if name_of_any_layer(name) not in too_precise
+            name: modules for name, modules in modules_by_name.items() if name_of_any_layer(name) not in too_precise
         }
         shortened = {id(modules[0].weight) for modules in self._modules.values()}
         self.names = {

@@ -100,13 +100,13 @@ def find_layers(model: nn.Module) -> tuple[nn.Module, str] | None:
         and not whole.config.is_encoder_decoder
     ):
         model = whole.get_decoder()
-    found = [
+    lists = [
         (module, name)
         for module in model.modules()
         for name, child in module.named_children()
         if isinstance(child, nn.ModuleList) and len(child) and isinstance(child[0], GradientCheckpointingLayer)
     ]
-    return found[0] if len(found) == 1 else None
+    return lists[0] if len(lists) == 1 else None
 
 
 def find_patterns(length: int, differ: Callable[[int, int], str | None]) -> list[Pattern]:
@@ -128,14 +128,14 @@ def find_patterns(length: int, differ: Callable[[int, int], str | None]) -> list
             kind = len(first_of_kind)
             first_of_kind.append(number)
         kinds.append(kind)
-    found = [
+    candidates = [
         [*_runs(kinds[:first], 0), repeated, *_runs(kinds[repeated.end :], repeated.end)]
         for period in range(1, length // 2 + 1)
         for first in range(length - 2 * period + 1)
         if (num_periods := _count_periods(kinds[first:], period)) > 1
         and (repeated := Pattern(first, _lengths(kinds[first : first + period]), num_periods))
     ]
-    fewest = min(found, key=lambda patterns: sum(len(pattern.runs) for pattern in patterns), default=[])
+    fewest = min(candidates, key=lambda patterns: sum(len(pattern.runs) for pattern in patterns), default=[])
     return [pattern for pattern in fewest if pattern.end > pattern.first + 1]
 
 

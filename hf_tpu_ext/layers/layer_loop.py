@@ -89,8 +89,10 @@ class LayerLoop(torch.autograd.Function):
                     ctx.num_dots[place] = len(dots_of_block)
                     return (output, shared, own), (), (hidden, *dots_of_block, *map(blocks.join, collected))
 
-                hidden, rows[place], _, found = loops.scan_rows(run_layer, hidden, stacked, rows[place], layer.count)
-                results += found
+                hidden, rows[place], _, of_layers = loops.scan_rows(
+                    run_layer, hidden, stacked, rows[place], layer.count
+                )
+                results += of_layers
             return (tuple(rows), hidden, weights), tuple(results)
 
         with torch.no_grad():
@@ -123,8 +125,8 @@ class LayerLoop(torch.autograd.Function):
         used: list[list[bool]] = [[]] * len(layers)
 
         def differentiate_period(carry: tuple, _) -> tuple:
-            rows, gradient, inputs, weights, found = carry
-            rows, found = list(rows), list(found)
+            rows, gradient, inputs, weights, weight_grads = carry
+            rows, weight_grads = list(rows), list(weight_grads)
             inputs_of, weights_of = _cut(inputs, num_entries), _split(layers, weights)
             stacked_of = [(*tensors, *own) for tensors, own in zip(inputs_of, weights_of, strict=True)]
             for place in reversed(range(len(layers))):
@@ -163,50 +165,50 @@ class LayerLoop(torch.autograd.Function):
                             leaves = [hidden, *compress(weights, needed)]
                             pairs = zip(outputs, gradients, strict=True)
                             outputs, gradients = zip(*(pair for pair in pairs if pair[0].requires_grad), strict=True)
-                            gradient, *found = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
-                        used[place] = [tensor is not None for tensor in found]
-                        found = [
+                            gradient, *grads = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
+                        used[place] = [tensor is not None for tensor in grads]
+                        grads = [
                             torch.zeros_like(weight) if tensor is None else tensor
-                            for weight, tensor in zip(leaves[1:], found, strict=True)
+                            for weight, tensor in zip(leaves[1:], grads, strict=True)
                         ]
-                        return (shared, carry[1], blocks.add(sums, found)), (gradient,)
+                        return (shared, carry[1], blocks.add(sums, grads)), (gradient,)
 
                     carry = (shared, layer_weights, blocks.zeros(trained))
                     (_, _, sums), (gradient,) = blocks.loop(
                         differentiate_block, carry, (hidden, *dots, *gradients_of, *own)
                     )
-                    found = (
+                    weight_grads = (
                         _summed(backend, total.to(weight.dtype)) for total, weight in zip(sums, trained, strict=True)
                     )
-                    return (gradient, shared, own), tuple(found), ()
+                    return (gradient, shared, own), tuple(weight_grads), ()
 
-                gradient, rows[place], found[place], _ = backend.loops.scan_rows(
+                gradient, rows[place], weight_grads[place], _ = backend.loops.scan_rows(
                     differentiate_layer,
                     gradient,
                     stacked_of[place],
                     rows[place],
                     layers[place].count,
-                    found[place],
+                    weight_grads[place],
                     reverse=True,
                 )
-            return (tuple(rows), gradient, inputs, weights, tuple(found)), ()
+            return (tuple(rows), gradient, inputs, weights, tuple(weight_grads)), ()
 
         carry = (blocks.cut(gradient), shared, tuple(blocks.cut(tensor) for tensor in own))
         periods = _period_numbers(layers, weights)
         last = tuple(
             torch.arange(layer.count * len(periods), dtype=torch.int32, device=gradient.device)[-1] for layer in layers
         )
-        found = tuple(
+        weight_grads = tuple(
             tuple(
                 torch.zeros_like(weight, dtype=dtype)
                 for weight, dtype in compress(zip(own, dtypes, strict=False), needed)
             )
             for own, dtypes, needed in zip(_split(layers, weights), ctx.dtypes, needed_of, strict=True)
         )
-        (_, (hidden_grad, *_), *_, found), _ = backend.loops.scan(
-            differentiate_period, (last, carry, inputs, weights, found), (periods,)
+        (_, (hidden_grad, *_), *_, weight_grads), _ = backend.loops.scan(
+            differentiate_period, (last, carry, inputs, weights, weight_grads), (periods,)
         )
-        pairs = zip(chain.from_iterable(found), chain.from_iterable(used), strict=True)
+        pairs = zip(chain.from_iterable(weight_grads), chain.from_iterable(used), strict=True)
         gradients = (gradient if is_used else None for gradient, is_used in pairs)
         return *[None] * 3, blocks.join(hidden_grad), *(next(gradients) if is_needed else None for is_needed in needed)
 

@@ -131,16 +131,16 @@ class PatternLoop:
     def _check_call(self, number: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
         """Refuse what a model may do with one batch and not with another: it was not seen when the loop was chosen."""
         template, index = self.places[number]
-        found = None
+        problem = None
         if number != self._next:
-            found = f"the model calls layer {number} where layer {self._next} is the next"
+            problem = f"the model calls layer {number} where layer {self._next} is the next"
         elif number > self.pattern.first and hidden is not self._input:
-            found = f"the model computes something between layers {number - 1} and {number}"
+            problem = f"the model computes something between layers {number - 1} and {number}"
         elif index and not _are_same((args, kwargs), self._called[self.templates.index(template)]):
-            found = f"layer {number} is called with something else than layer {template.numbers[0]}"
-        if found is not None:
+            problem = f"layer {number} is called with something else than layer {template.numbers[0]}"
+        if problem is not None:
             self._called, self._input, self._next = [], None, self.pattern.first
-            raise UserError(f"The layers do not run as a loop with this batch: {found}. Set scan_layers='off'.")
+            raise UserError(f"The layers do not run as a loop with this batch: {problem}. Set scan_layers='off'.")
 
     def _run(self, hidden: Tensor, called: Sequence[tuple[tuple, dict[str, Any]]]) -> Tensor:
         blocks = RowBlocks(self._backend, *hidden.shape[:2], self._by_rows)
@@ -206,10 +206,10 @@ class PatternLoop:
                     )
                     return (hidden, shared), (), layer_cache.tensors_from(number)
 
-                of_layers, rows[place], _, found = loops.scan_rows(
+                of_layers, rows[place], _, keys_and_values = loops.scan_rows(
                     run_layer, of_layers, stacked, rows[place], self.pattern.runs[place]
                 )
-                states += found
+                states += keys_and_values
             return (tuple(rows), of_layers, weights), tuple(states)
 
         zero = torch.zeros((), dtype=torch.int32, device=hidden.device)

@@ -152,8 +152,8 @@ class RandomNumbers(AbstractContextManager):
         """Numbers of 31 bits, int32, each by a whole hash."""
         # A scalar has one row and one column.
         rows, columns = self._places(shape or (1,), device)
-        found = scramble(scramble(self.next_seed() + rows * BY_ROW) + (columns + 1) * BY_COLUMN) & 0x7FFFFFFF
-        return found.expand(shape or (1,)).reshape(tuple(shape))
+        words = scramble(scramble(self.next_seed() + rows * BY_ROW) + (columns + 1) * BY_COLUMN) & 0x7FFFFFFF
+        return words.expand(shape or (1,)).reshape(tuple(shape))
 
     def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Numbers from 0, inclusively, to 1, in float32, which holds all of their 24 bits."""

@@ -18,11 +18,11 @@ def are_collected() -> bool:
 @contextmanager
 def collect_apart() -> Iterator[list[Tensor]]:
     """Within this context they go into the list that it returns, and not to the model."""
-    found: list[Tensor] = []
+    logits: list[Tensor] = []
     collector = output_capturing._active_collector
-    token = collector.set({**(collector.get() or {}), _NAME: found})
+    token = collector.set({**(collector.get() or {}), _NAME: logits})
     try:
-        yield found
+        yield logits
     finally:
         collector.reset(token)
 

@@ -55,11 +55,11 @@ class RowBlocks:
             return ()
         return tuple(torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device) for tensor in tensors)
 
-    def add(self, sums: Sequence[Tensor], found: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def add(self, sums: Sequence[Tensor], parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The sums with what was found for a block."""
         if self.count == 1:
-            return tuple(found)
-        return tuple(total + part for total, part in zip(sums, found, strict=True))
+            return tuple(parts)
+        return tuple(total + part for total, part in zip(sums, parts, strict=True))
 
     def loop(self, body: Callable, carry: tuple, entries: tuple) -> tuple:
         """

@@ -67,11 +67,11 @@ class _Slices(torch.autograd.Function):
                 ]
                 with ctx.autocast():
                     output = ctx.attend(*tensors)
-                found = torch.autograd.grad(output, list(compress(tensors, needed)), gradient)
+                gradients = torch.autograd.grad(output, list(compress(tensors, needed)), gradient)
             by_slice = list(compress(is_cut, needed))
-            more = [gradient for gradient, cut in zip(found, by_slice, strict=True) if not cut]
+            more = [gradient for gradient, cut in zip(gradients, by_slice, strict=True) if not cut]
             sums = tuple(total + gradient for total, gradient in zip(sums, more, strict=True))
-            return (shared, sums), tuple(compress(found, by_slice))
+            return (shared, sums), tuple(compress(gradients, by_slice))
 
         entries = (_split(gradient, ctx.output_dim, ctx.parts), *entries)
         (_, sums), stacked = ctx.backend.loops.scan(differentiate_slice, (shared, sums), entries)

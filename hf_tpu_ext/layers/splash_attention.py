@@ -46,13 +46,13 @@ class _Splash(torch.autograd.Function):
     def backward(ctx, gradient: Tensor) -> tuple:
         sinks, *tensors, output, sums = ctx.saved_tensors
         gradient = gradient.transpose(1, 2)
-        found = _call(ctx.backend, ctx.kernel, "backward", (*tensors, output, sums, gradient))
+        gradients = _call(ctx.backend, ctx.kernel, "backward", (*tensors, output, sums, gradient))
         of_sinks = None
         if ctx.needs_input_grad[2]:
             # What a sink takes from the output, in the direction of the gradient.
             share = torch.exp(sinks.float()[:, None] - sums)
             of_sinks = -(share * (gradient.float() * output.float()).sum(-1)).sum((0, 2)).to(sinks.dtype)
-        return None, None, of_sinks, *found, None
+        return None, None, of_sinks, *gradients, None
 
 
 def _with_sinks(output: Tensor, sums: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

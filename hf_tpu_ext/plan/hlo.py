@@ -68,19 +68,19 @@ class Instruction:
     def called(self) -> tuple[str, ...]:
         """Names of the computations that it refers to."""
         return tuple(
-            name.strip(" %") for found in _CALLED.findall(self.rest) for name in (found[0] or found[1]).split(",")
+            name.strip(" %") for groups in _CALLED.findall(self.rest) for name in (groups[0] or groups[1]).split(",")
         )
 
     @property
     def op_name(self) -> str:
         """What whoever wrote the program has named it, in its metadata; empty where it has no name."""
-        found = re.search(r'metadata=\{[^}]*?op_name="([^"]*)"', self.rest)
-        return found[1] if found else ""
+        match = re.search(r'metadata=\{[^}]*?op_name="([^"]*)"', self.rest)
+        return match[1] if match else ""
 
     def attribute(self, name: str) -> str | None:
         """The text of an attribute, e.g. of `"dim_labels"`, without braces."""
-        found = re.search(rf"[, ]{name}=(?:\{{([^}}]*)\}}|([^, ]+))", self.rest)
-        return found and (found[2] if found[1] is None else found[1])
+        match = re.search(rf"[, ]{name}=(?:\{{([^}}]*)\}}|([^, ]+))", self.rest)
+        return match and (match[2] if match[1] is None else match[1])
 
 
 @dataclass(frozen=True)
@@ -171,15 +171,17 @@ def find_collectives(module: Module) -> Iterator[Collective]:
 def argument_shapes(text: str) -> list[Shape]:
     """The parameters of a program, in their order, as each device holds them when it starts."""
     module = parse_module(text)
-    found = [line for line in module.computations[module.entry].values() if line.opcode == "parameter"]
+    parameters = [line for line in module.computations[module.entry].values() if line.opcode == "parameter"]
     return [
-        shape for line in sorted(found, key=lambda line: int(line.rest.partition(")")[0])) for shape in line.shapes
+        shape
+        for line in sorted(parameters, key=lambda line: int(line.rest.partition(")")[0]))
+        for shape in line.shapes
     ]
 
 
 def _group_size(line: Instruction) -> int | None:
     # Written out, {{0,1},{2,3}}, or as a grid of devices, [2,2]<=[4].
-    found = re.search(r"\breplica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])", line.rest)
-    if found is None:
+    match = re.search(r"\breplica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])", line.rest)
+    if match is None:
         return None
-    return found[1].count(",") + 1 if found[1] else int(found[2])
+    return match[1].count(",") + 1 if match[1] else int(match[2])

@@ -86,8 +86,8 @@ class CompiledProgram:
     @property
     def excess_bytes(self) -> int | None:
         """By how much it does not fit, where the compiler says it."""
-        found = re.search(r"Exceeded hbm capacity by ([\d.]+)([KMGT])", self.error or "")
-        return None if found is None else round(float(found[1]) * 2 ** (10 * " KMGT".index(found[2])))
+        match = re.search(r"Exceeded hbm capacity by ([\d.]+)([KMGT])", self.error or "")
+        return None if match is None else round(float(match[1]) * 2 ** (10 * " KMGT".index(match[2])))
 
     @property
     def parts(self) -> dict[str, int]:

@@ -176,7 +176,7 @@ class Plan:
         """
         if self.generations is None:
             return []
-        found: dict[str, CompiledProgram] = {}
+        longest: dict[str, CompiledProgram] = {}
         for program in self.programs:
             rows, length, *_ = program.batch_shape
             is_training = program.kind in (MICRO_STEP, OPTIMIZER_STEP)
@@ -188,11 +188,11 @@ class Plan:
                 or (program.kind in (PREFILL, DECODE) and rows != self.generations.rows)
             ):
                 continue
-            if program.kind not in found or found[program.kind].batch_shape[1] < length:
-                found[program.kind] = program
+            if program.kind not in longest or longest[program.kind].batch_shape[1] < length:
+                longest[program.kind] = program
         return [
             (program, self.generations.per_step * self.generations.rows / program.batch_shape[0])
-            for program in found.values()
+            for program in longest.values()
         ]
 
     @property

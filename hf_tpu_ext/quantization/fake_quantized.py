@@ -152,7 +152,7 @@ class FakeQuantization:
         self._check_group_size()
 
     def _find_adapters(self, model: nn.Module) -> dict[str, LoraLinear]:
-        found, rounded = {}, set(self.linears.values())
+        adapters, rounded = {}, set(self.linears.values())
         for name, module in model.named_modules():
             if isinstance(module, BaseTunerLayer) and module.get_base_layer() in rounded:
                 if type(module) is not LoraLinear or module.lora_variant or any(module.lora_bias.values()):
@@ -160,8 +160,8 @@ class FakeQuantization:
                         f"qat_adapters='inside' rounds W + B A of plain LoRA, and {name_of_any_layer(name)} has another kind "
                         "of adapter, or one with a bias. Set qat_adapters='beside', or train plain LoRA."
                     )
-                found[name] = module
-        return found
+                adapters[name] = module
+        return adapters
 
     def _check_group_size(self) -> None:
         widths = {name: module.in_features for name, module in self.linears.items()}

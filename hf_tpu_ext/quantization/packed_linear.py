@@ -102,8 +102,8 @@ class _Product(torch.autograd.Function):
         # Once: PyTorch's activation checkpointing computes them again each time.
         packed = ctx.saved_tensors
         with torch.autocast(gradient.device.type, enabled=False):
-            found = gradient @ ctx.layer.unpack_for_gradient(gradient.dtype, *packed).t()
-        return None, found, *[None] * len(packed)
+            input_grad = gradient @ ctx.layer.unpack_for_gradient(gradient.dtype, *packed).t()
+        return None, input_grad, *[None] * len(packed)
 
 
 class PackedLinear4bit(PackedLinear):

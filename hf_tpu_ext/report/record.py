@@ -173,7 +173,7 @@ def read_run(directory: str | Path) -> Run:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        inside = sorted(str(found.parent) for found in Path(directory).glob(f"*/{RECORD_NAME}"))
+        inside = sorted(str(record_file.parent) for record_file in Path(directory).glob(f"*/{RECORD_NAME}"))
         hint = f" Runs in it: {', '.join(inside)}." if inside else ""
         raise UserError(
             f"{directory} is not the directory of a run: {RECORD_NAME} cannot be read there ({error.strerror}).{hint} Give the "

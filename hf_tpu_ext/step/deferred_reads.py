@@ -126,11 +126,11 @@ class DeferredReads(TorchFunctionMode):
         The condition that decides whether the line where a frame is is reached, a boolean of shape `()` on the device,
         if any.
         """
-        found = None
+        reaches = None
         for branch, condition in self._conditions.get(frame.f_code, {}).items():
             if branch.constant is None and branch.body.holds(_place(frame)):
-                found = condition if found is None else found & condition
-        return found
+                reaches = condition if reaches is None else reaches & condition
+        return reaches
 
 
 class Appended(list):

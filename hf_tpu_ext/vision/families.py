@@ -238,14 +238,14 @@ class Patches(ImageFamily):
         for key in batch:
             if key.endswith("mm_token_type_ids"):
                 prefix = key.removesuffix("mm_token_type_ids")
-                found, _ = self._find_positions(
+                text_positions, _ = self._find_positions(
                     stand_in,
                     batch[f"{prefix}input_ids"],
                     batch[key],
                     image_grid_thw=batch["image_grid_thw"],
                     attention_mask=batch[f"{prefix}attention_mask"],
                 )
-                positions[key] = found.permute(1, 2, 0).contiguous()
+                positions[key] = text_positions.permute(1, 2, 0).contiguous()
         return positions
 
     def features(self, model: PreTrainedModel, inputs: dict[str, Any]) -> list[Tensor]:

@@ -376,13 +376,13 @@ class XLACompiledFunction(CompiledFunction):
     def _note(self, key: Hashable, earlier: Executable | None, executable: Executable) -> None:
         """Compare a program with what was traced before."""
         difference = None if earlier is None else executable.difference(earlier)
-        found = self._backend.processes.exchange("the program of a step", [executable.handle.hex(), difference])
-        if len({handle for handle, _ in found}) > 1:
+        of_hosts = self._backend.processes.exchange("the program of a step", [executable.handle.hex(), difference])
+        if len({handle for handle, _ in of_hosts}) > 1:
             raise HostsDisagree(
                 "Hosts have traced different programs for the same step, which cannot run together. Something in the model or "
                 "in user code goes by the host: its name, its clock, its random numbers or its files."
             )
-        difference = next((reason for _, reason in found if reason is not None), None)
+        difference = next((reason for _, reason in of_hosts if reason is not None), None)
         if difference is not None and key in self._unlike:
             # This one runs as any other.
             self.refuse(difference)

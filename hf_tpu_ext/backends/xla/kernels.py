@@ -45,9 +45,9 @@ class XLAKernels(Kernels):
         self.platform = platform
 
     def call(self, program: bytes, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        detached = [tensor.detach() for tensor in tensors]
-        found = torch_xla._XLAC._xla_user_computation("xla::kernel", detached, _computation(program))
-        return tuple(found)
+        arguments = [tensor.detach() for tensor in tensors]
+        results = torch_xla._XLAC._xla_user_computation("xla::kernel", arguments, _computation(program))
+        return tuple(results)
 
     def look_up(self, codes: torch.Tensor, table: tuple[float, ...]) -> torch.Tensor:
         return _look_up(codes, table=table)

@@ -102,8 +102,8 @@ def _unfold(values: Tensor, dimension: int, size: int, step: int) -> Tensor:
     """The windows of a convolution that is written out, as in Inkling 2."""
     dimension %= max(values.ndim, 1)
     windows = _windows(values.shape[dimension], size, step, values.device)
-    found = values.index_select(dimension, windows.flatten())
-    return found.unflatten(dimension, windows.shape).movedim(dimension + 1, -1)
+    elements = values.index_select(dimension, windows.flatten())
+    return elements.unflatten(dimension, windows.shape).movedim(dimension + 1, -1)
 
 
 def _unfold_backward(gradient: Tensor, input_sizes: Sequence[int], dim: int, size: int, step: int) -> Tensor:

@@ -26,8 +26,8 @@ _ASIDE = "_earlier"
 
 def checkpoints_by_step(run_dir: str | Path) -> dict[int, Path]:
     """List the checkpoint directories of a run by the number in their name, ascending."""
-    found = {int(path.name.rpartition("-")[2]): path for path in _named_as_checkpoints(run_dir) if path.is_dir()}
-    return dict(sorted(found.items()))
+    directories = {int(path.name.rpartition("-")[2]): path for path in _named_as_checkpoints(run_dir) if path.is_dir()}
+    return dict(sorted(directories.items()))
 
 
 def newest_checkpoint(run_dir: str | Path) -> str | None:
@@ -65,12 +65,12 @@ def set_aside(run_dir: str | Path, resumed: str | None, writes_record: bool = Tr
     """
     run_dir = Path(run_dir)
     # Whatever has such a name would be replaced: a file or a broken link, too.
-    found = {int(path.name.rpartition("-")[2]): path for path in _named_as_checkpoints(run_dir)}
+    directories = {int(path.name.rpartition("-")[2]): path for path in _named_as_checkpoints(run_dir)}
     last = -1
     if resumed is not None:
         # Through links: a checkpoint may be on another disk.
-        last = next((step for step, path in found.items() if path.exists() and path.samefile(resumed)), -1)
-    others = [path for step, path in sorted(found.items()) if step > last]
+        last = next((step for step, path in directories.items() if path.exists() and path.samefile(resumed)), -1)
+    others = [path for step, path in sorted(directories.items()) if step > last]
     names = [path.name for path in others]
     record = [run_dir / name for name in RUN_FILES if (run_dir / name).exists()]
     is_foreign = last < 0 and (bool(others) or resumed is not None)

@@ -53,28 +53,28 @@ def find_columns(dataset, name: str, trainer: str) -> list[str]:
     images. The arguments, and what is raised where some are missing, are those of [`check_preferences`].
     """
     columns = check_has_rows(dataset, name)
-    found = set(columns)
-    if not found or {"chosen_ids", "chosen_input_ids", "completion_ids", "image", "images"} & found:
+    names = set(columns)
+    if not names or {"chosen_ids", "chosen_input_ids", "completion_ids", "image", "images"} & names:
         return []
-    prompt = ["prompt"] if "prompt" in found else []
-    if {"chosen", "rejected"} <= found:
+    prompt = ["prompt"] if "prompt" in names else []
+    if {"chosen", "rejected"} <= names:
         return [*prompt, "chosen", "rejected"]
     has = f"{name} has the columns {columns}"
     if trainer == "KTOTrainer":
         needed = ["prompt", "completion", "label"]
-        if missing := [column for column in needed if column not in found]:
+        if missing := [column for column in needed if column not in names]:
             what = "'label' is True for a completion that is wanted and False for one that is not. "
             raise UserError(
                 f"{has}, and KTOTrainer needs {', '.join(map(repr, needed))}: {', '.join(map(repr, missing))} is missing. "
                 f"{what if 'label' in missing else ''}Rename a column, or give pairs: {_PAIRS}."
             )
         return [*prompt, "completion", "label"]
-    if {"completion", "label"} <= found:
+    if {"completion", "label"} <= names:
         raise UserError(
             f"{has}, which is unpaired preference data, and {trainer} needs pairs: {_PAIRS}. Train on it with KTOTrainer "
             "(trl kto), or put a wanted and an unwanted completion of the same prompt into one row."
         )
-    missing = " and ".join(repr(column) for column in ("chosen", "rejected") if column not in found)
+    missing = " and ".join(repr(column) for column in ("chosen", "rejected") if column not in names)
     raise UserError(f"{has}, and {trainer} needs {_PAIRS}: {missing} is missing. Rename a column, or add it.")
 
 

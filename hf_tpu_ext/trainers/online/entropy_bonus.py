@@ -77,10 +77,10 @@ class EntropyBonusMixin:
         self._entropy_sums.add(entropy=entropy, tokens=is_counted.sum())
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         if self._entropy_sums is not None:
-            self._entropies = found[1]
-        return found
+            self._entropies = result[1]
+        return result
 
     def get_high_entropy_mask(self, *args, **kwargs) -> Tensor:
         mask = super().get_high_entropy_mask(*args, **kwargs)

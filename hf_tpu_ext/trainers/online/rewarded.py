@@ -226,9 +226,9 @@ class RewardedMixin(RolloutMixin):
             head_wrapped_by(partial(_only_completions, group * logits_to_keep, ids.shape, shared)),
             prompts_shared(shared),
         ):
-            found = compute(model_at_positions, ids, mask, group * logits_to_keep, None, *args, **kwargs)
+            results = compute(model_at_positions, ids, mask, group * logits_to_keep, None, *args, **kwargs)
         return tuple(
-            None if value is None else value.unflatten(1, (group, logits_to_keep)).flatten(0, 1) for value in found
+            None if value is None else value.unflatten(1, (group, logits_to_keep)).flatten(0, 1) for value in results
         )
 
     @property

@@ -270,16 +270,16 @@ class Chips:
 
     def lines(self, model: nn.Module, averaged: bool) -> list[str]:
         """What a person is told about chips at start, for a model whose weights may be averaged."""
-        found = []
+        lines = []
         if self._backend.num_chips > 1 or self._backend.splits_weights:
-            found.append(describe_mesh(self.mesh))
+            lines.append(describe_mesh(self.mesh))
         if self._backend.unknown_upstream and self._backend.processes.hosts > 1:
-            found.append(describe_hosts(self.mesh, self._backend.processes.hosts))
+            lines.append(describe_hosts(self.mesh, self._backend.processes.hosts))
         memory = self._backend.memory_per_chip
         if memory is not None:
             advice = advise_sharding(model, self.mesh, memory, averaged)
-            found += [] if advice is None else [advice]
-        return found
+            lines += [] if advice is None else [advice]
+        return lines
 
 
 @contextmanager

@@ -131,14 +131,14 @@ class Averaging(TrainerCallback):
         if average is None:
             return []
         warmup = ", with warm-up" if average.warmup else ""
-        found = [f"EMA of the trained weights: decay {average.decay:g}{warmup}"]
+        lines = [f"EMA of the trained weights: decay {average.decay:g}{warmup}"]
         share = average.decay**steps
         if steps and not average.warmup and share > _MUCH_OF_THE_FIRST:
-            found.append(
+            lines.append(
                 f"ema_decay={average.decay:g} over {steps} steps leaves the weights of the beginning {share:.0%} of the average; "
                 "ema_warmup=True or a lower decay leaves them less"
             )
-        return found
+        return lines
 
     # ---- Evaluation ----
 

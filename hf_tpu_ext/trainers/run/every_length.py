@@ -85,10 +85,10 @@ class EveryLengthMixin:
     def _row_per_length(self, dataset) -> datasets.Dataset:
         lengths = self.lengths_of_rows(dataset)
         if lengths is not None:
-            found: dict[int, int] = {}
+            rows: dict[int, int] = {}
             for index, length in enumerate(lengths):
-                found.setdefault(bisect_left(self.lengths, min(length, self.lengths[-1])), index)
-            return dataset.select([found[place] for place in sorted(found)])
+                rows.setdefault(bisect_left(self.lengths, min(length, self.lengths[-1])), index)
+            return dataset.select([rows[place] for place in sorted(rows)])
         if has_images(dataset):
             return self.synthetic_rows(dataset)
         row = next(iter(dataset))

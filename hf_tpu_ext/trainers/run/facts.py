@@ -121,8 +121,8 @@ class RunFactsMixin:
 
 def find_versions() -> dict[str, str]:
     """Versions of Python, this package and those that it builds on."""
-    found = {name: version(name) for name in _PACKAGES if find_spec(name) is not None}
-    return {"python": python_version(), "hf_tpu_ext": __version__, **found}
+    versions = {name: version(name) for name in _PACKAGES if find_spec(name) is not None}
+    return {"python": python_version(), "hf_tpu_ext": __version__, **versions}
 
 
 def _changed_fields(settings: TrainingArguments | PeftConfig) -> list[str]:

@@ -47,8 +47,8 @@ def _compare(backend: Backend, what: str, mine: dict[str, dict[str, Any]]) -> No
     of_hosts = backend.processes.exchange(what, mine)
     differing = []
     for kind in mine:
-        for name in dict.fromkeys(name for found in of_hosts for name in found[kind]):
-            values = [found[kind].get(name) for found in of_hosts]
+        for name in dict.fromkeys(name for of_host in of_hosts for name in of_host[kind]):
+            values = [of_host[kind].get(name) for of_host in of_hosts]
             if any(value != values[0] for value in values):
                 hosts: dict[Any, list[str]] = {}
                 for host, value in enumerate(values):

@@ -71,8 +71,8 @@ def images_of_rows(dataset) -> tuple[int, int] | None:
         return 0, 0
     # Of the whole table: a selection of its rows may be without some.
     counts = pc.fill_null(pc.list_value_length(dataset.data.column("images")), 0)
-    found = pc.min_max(counts)
-    return found["min"].as_py(), found["max"].as_py()
+    extremes = pc.min_max(counts)
+    return extremes["min"].as_py(), extremes["max"].as_py()
 
 
 class ImagesMixin:
@@ -90,8 +90,8 @@ class ImagesMixin:
         """
         args, base = self.args, find_base(self.model)
         named = named_datasets(self.train_dataset, self.eval_dataset)
-        found = [dataset for dataset in named.values() if dataset is not None]
-        if not all(isinstance(dataset, datasets.Dataset) for dataset in found):
+        all_datasets = [dataset for dataset in named.values() if dataset is not None]
+        if not all(isinstance(dataset, datasets.Dataset) for dataset in all_datasets):
             raise UserError(
                 "max_length=None takes all rows whole, but the longest row of a stream is not known. Set it to its tokens, those of its "
                 f"images included: {self._config_name}(max_length=2048)."
@@ -100,7 +100,7 @@ class ImagesMixin:
             return
         measure = partial(_measure, self.data_collator, base.config.image_token_id)
         with naming_broken_images(named):
-            for dataset in found:
+            for dataset in all_datasets:
                 rows = DataLoader(dataset, 1, collate_fn=measure, num_workers=args.dataloader_num_workers)
                 described = tqdm(
                     rows, "max_length=None: looking for the longest row", unit="row", disable=args.disable_tqdm
@@ -133,14 +133,14 @@ class ImagesMixin:
         assert isinstance(collator, StaticShapeCollator)
         family = FAMILIES[base.config.model_type](base)
         named = named_datasets(self.train_dataset, self.eval_dataset)
-        found = [images_of_rows(dataset) for dataset in named.values() if dataset is not None]
-        most = None if None in found else max(most for _, most in found)
+        counts_of_datasets = [images_of_rows(dataset) for dataset in named.values() if dataset is not None]
+        most = None if None in counts_of_datasets else max(most for _, most in counts_of_datasets)
         room, why = _find_room(family, processor, args, most, self.most_image_tokens)
         text_field = vars(args).get("dataset_text_field", "text")
         self.data_collator = ImageCollator(
             collator, family, room, processor.tokenizer, self._config_name, args.max_length, text_field
         )
-        self.some_without_images = any(counts is None or counts[0] == 0 for counts in found)
+        self.some_without_images = any(counts is None or counts[0] == 0 for counts in counts_of_datasets)
         if self.some_without_images and self.backend.processes.count > 1:
             raise UserError(
                 "Some rows may have no image, and a batch of such rows is another program, but all hosts and processes run the same one at "

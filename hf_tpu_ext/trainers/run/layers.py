@@ -81,18 +81,22 @@ class LayerScan:
         if self.stack is None:
             if wanted == "auto" and not self._is_worthwhile():
                 return
-            found = self._find_patterns(optimizer)
-            if isinstance(found, str):
+            patterns = self._find_patterns(optimizer)
+            if isinstance(patterns, str):
                 if wanted == "on":
-                    raise UserError(f"scan_layers='on' is not possible: {found}. Leave it out, or set it to 'auto'.")
-                logger.warning(f"scan_layers is off, layers are unrolled: {found}.")
+                    raise UserError(
+                        f"scan_layers='on' is not possible: {patterns}. Leave it out, or set it to 'auto'."
+                    )
+                logger.warning(f"scan_layers is off, layers are unrolled: {patterns}.")
                 return
             if not self._own_code_allows_scan():
                 return
             parent, name = find_layers(self._model)
             layers, policy = getattr(parent, name), self._compiled.rematerialization
             by_rows = self._are_by_rows(layers)
-            self.stack = LayerStack(layers, self._backend, policy, by_rows, found, unpacked_once, self._find_plain())
+            self.stack = LayerStack(
+                layers, self._backend, policy, by_rows, patterns, unpacked_once, self._find_plain()
+            )
             self._place_of_layers = (parent._modules, name, parent._modules[name])
             handler = self._trainer.callback_handler
             if "call_event" not in vars(handler):
@@ -151,17 +155,17 @@ class LayerScan:
 
     def _own_code_allows_scan(self) -> bool:
         models = [self._model, *self._trainer.other_models()]
-        found = find_own_code(self._trainer, models) or find_own_code_between_steps(self._trainer)
-        if found is None:
+        own_code = find_own_code(self._trainer, models) or find_own_code_between_steps(self._trainer)
+        if own_code is None:
             return True
         if self._compiled.scan_layers == "on":
             logger.warning(
-                f"scan_layers='on': {found}, and sees one layer with stacked parameters. Leave scan_layers out if it looks at "
+                f"scan_layers='on': {own_code}, and sees one layer with stacked parameters. Leave scan_layers out if it looks at "
                 "layers."
             )
             return True
         logger.warning(
-            f"scan_layers is off, layers are unrolled: {found}, which may look at them; scan_layers='on' if it does not."
+            f"scan_layers is off, layers are unrolled: {own_code}, which may look at them; scan_layers='on' if it does not."
         )
         return False
 
@@ -246,9 +250,9 @@ class LayerScan:
     def _is_worthwhile(self) -> bool:
         """Whether a loop would make the program of the step much smaller and the step no slower."""
         model = unwrap_peft_model(self._model)
-        if not isinstance(model, PreTrainedModel) or (found := find_layers(model)) is None:
+        if not isinstance(model, PreTrainedModel) or (place := find_layers(model)) is None:
             return False
-        layers = getattr(*found)
+        layers = getattr(*place)
         size = max(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)
         is_loop = self._compiled.rematerialization != "none"
         return len(layers) >= _LEAST_LAYERS and (is_loop or size <= _MOST_UNROLLED)
@@ -260,15 +264,15 @@ class LayerScan:
         if not isinstance(optimizer, LazyAdamW):
             return f"{type(optimizer).__name__} may look at parameters as a whole (optim='adamw_torch' does not)"
         model = unwrap_peft_model(self._model)
-        if not isinstance(model, PreTrainedModel) or (found := find_layers(model)) is None:
+        if not isinstance(model, PreTrainedModel) or (place := find_layers(model)) is None:
             return "the model has no list of layers, or several"
         if adds_between_layers(model):
             return "features of images are added between the layers"
-        layers = getattr(*found)
+        layers = getattr(*place)
         if (reason := self._why_no_loop(layers)) is not None:
             return reason
         dtype, routed = self._compiled.compute_dtype, self._trainer.balances_experts
-        traces = LayerTraces(model, found, self._backend, dtype, routed)
+        traces = LayerTraces(model, place, self._backend, dtype, routed)
         if traces.refused is not None:
             return traces.refused
         groups = _groups_of_layers(layers, optimizer)
@@ -299,8 +303,8 @@ class _StackedGroups:
             for index, part in enumerate(stack.parts_of(whole))
         }
         places = [[place_of.get(parameter, (parameter, None)) for parameter in group] for group in self._singles]
-        for group, found in zip(optimizer.param_groups, places, strict=True):
-            group["params"] = list(dict.fromkeys(whole for whole, _ in found))
+        for group, of_group in zip(optimizer.param_groups, places, strict=True):
+            group["params"] = list(dict.fromkeys(whole for whole, _ in of_group))
         trained = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         number_of = {parameter: number for number, parameter in enumerate(trained)}
         #: For each single parameter, in the order of the optimizer: which one trains it, and which part of that.
@@ -342,13 +346,15 @@ class _StackedGroups:
         trained = list(chain.from_iterable(stacked))
 
         def stack(position: int, name: str) -> torch.Tensor:
-            found = [part[name] for part in parts[position]]
-            if position in single or not found[0].ndim:
-                return found[0]
+            tensors = [part[name] for part in parts[position]]
+            if position in single or not tensors[0].ndim:
+                return tensors[0]
             # The host holds one at a time.
-            return self.optimizer.place(torch.stack(found), trained[position])
+            return self.optimizer.place(torch.stack(tensors), trained[position])
 
-        state = {position: {name: stack(position, name) for name in found[0]} for position, found in parts.items()}
+        state = {
+            position: {name: stack(position, name) for name in of_parts[0]} for position, of_parts in parts.items()
+        }
         return {"state": state, "param_groups": _numbered(state_dict["param_groups"], stacked)}
 
 

@@ -76,8 +76,8 @@ class TrainerPrograms:
         if self.step_replay is True:
             return None
         for names in methods:
-            if (found := find_own_code(self._trainer, models, names)) is not None:
-                return f"{found}; step_replay=True if it does the same at every step"
+            if (own_code := find_own_code(self._trainer, models, names)) is not None:
+                return f"{own_code}; step_replay=True if it does the same at every step"
         return None
 
     def compile(

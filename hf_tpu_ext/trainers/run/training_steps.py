@@ -322,9 +322,9 @@ class TrainingSteps(TrainerCallback):
 
     def _follow_user_code(self) -> None:
         """Go on with an optimizer that a callback has put in the place of the run's own, and with callbacks that it has added."""
-        if (found := self._find_user_code()) == self._user_code:
+        if (user_code := self._find_user_code()) == self._user_code:
             return
-        self._note_user_code(found)
+        self._note_user_code(user_code)
         self._averaging.follow_optimizer()
         if self.compiled is None:
             return
@@ -337,8 +337,8 @@ class TrainingSteps(TrainerCallback):
             reason = f"the optimizer was replaced by {type(self._optimizer).__name__}"
         self._fall_back(reason)
 
-    def _note_user_code(self, found: dict[str, Hashable]) -> None:
-        self._user_code, self._optimizer = found, self._trainer.plain_optimizer
+    def _note_user_code(self, user_code: dict[str, Hashable]) -> None:
+        self._user_code, self._optimizer = user_code, self._trainer.plain_optimizer
         self._shows_gradients = sees_micro_steps(self._callbacks.callbacks)
 
     def _prepare_model(self) -> None:

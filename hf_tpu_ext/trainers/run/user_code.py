@@ -135,18 +135,18 @@ def names_of_a_step(
     Find the methods and attributes of a trainer that the code of known packages reads within a step, in the methods
     called there and in those that they call.
     """
-    found: set[str] = set()
+    reads: set[str] = set()
     names = list(methods)
     # Those that upstream runs on the host, between programs, and all that only they read.
     on_host = {name for owner in cls.__mro__ for name in vars(owner).get("methods_on_host", ())}
     while names:
         name = names.pop()
-        if name in found or name in on_host:
+        if name in reads or name in on_host:
             continue
-        found.add(name)
+        reads.add(name)
         for function in functions_of(cls, name, packages):
             names.extend(_names_of_self(function))
-    return frozenset(found)
+    return frozenset(reads)
 
 
 @cache
@@ -188,17 +188,17 @@ def attributes_of_a_step(trainer: Trainer, methods: tuple[str, ...] = METHODS_OF
 
 def namespaces_of_a_step(trainer: Trainer, models: Sequence[nn.Module]) -> dict[str, Any]:
     """The names that the code of a step looks up in classes and in their files, and what they stand for."""
-    found = {"torch.nn.functional": vars(nn.functional)}
+    namespaces = {"torch.nn.functional": vars(nn.functional)}
     for cls in _classes_of(trainer, models):
         if is_known(cls.__module__):
-            found[f"{cls.__module__}.{cls.__qualname__}"] = vars(cls)
-            found[cls.__module__] = vars(sys.modules[cls.__module__])
-    return found
+            namespaces[f"{cls.__module__}.{cls.__qualname__}"] = vars(cls)
+            namespaces[cls.__module__] = vars(sys.modules[cls.__module__])
+    return namespaces
 
 
 def _classes_of(trainer: Trainer, models: Sequence[nn.Module]) -> set[type]:
     types = {type(trainer), *(type(module) for model in models for module in model.modules())}
-    return {cls for found in types for cls in found.__mro__ if cls is not object}
+    return {cls for owner in types for cls in owner.__mro__ if cls is not object}
 
 
 # ---- Code of the user's ----

@@ -146,7 +146,10 @@ def _describe_optimizer(
     cls: type[torch.optim.Optimizer], has_state: bool, groups: list[dict[str, Any]]
 ) -> dict[str, str]:
     """What the program of a step depends on of an optimizer."""
-    found, are_sent = {"class": cls.__name__, "state": "there" if has_state else "missing"}, issubclass(cls, LazyAdamW)
+    description, are_sent = (
+        {"class": cls.__name__, "state": "there" if has_state else "missing"},
+        issubclass(cls, LazyAdamW),
+    )
     for index, group in enumerate(groups):
         for name, value in group.items():
             label = name if len(groups) == 1 else f"{name} of group {index}"
@@ -156,5 +159,5 @@ def _describe_optimizer(
             elif isinstance(value, float):
                 value = describe_number(value)
             if name not in ("params", "initial_lr") and value is not None:
-                found[label] = value if isinstance(value, str) else repr(value)
-    return found
+                description[label] = value if isinstance(value, str) else repr(value)
+    return description

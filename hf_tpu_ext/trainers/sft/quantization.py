@@ -64,22 +64,22 @@ class QuantizationMixin:
             self._trained_for.write(output_dir)
 
     def _describe_fake_quantization(self) -> list[str]:
-        args, found = self.args, self._fake_quantization
-        what = f"weights of {count(len(found.linears), 'linear layer')} in {args.qat_weight_dtype}"
+        args, fake = self.args, self._fake_quantization
+        what = f"weights of {count(len(fake.linears), 'linear layer')} in {args.qat_weight_dtype}"
         lines = [f"fake quantization: {what}, groups of {args.qat_group_size}"]
         if args.qat_scale != "max":
             lines[0] += f", scales by {args.qat_scale}"
         if args.qat_activation_dtype is not None:
             lines[0] += f", activations in {args.qat_activation_dtype}"
-        if found.inside:
-            lines[0] += f", adapters inside the rounding of {len(found.inside)}"
+        if fake.inside:
+            lines[0] += f", adapters inside the rounding of {len(fake.inside)}"
         if args.qat_fake_quant_after_n_steps:
             lines[0] += f", after step {args.qat_fake_quant_after_n_steps}"
-        if found.experts:
-            lines.append(f"not rounded, since they are no linear layers: {', '.join(found.experts)}")
+        if fake.experts:
+            lines.append(f"not rounded, since they are no linear layers: {', '.join(fake.experts)}")
         if not self._has_adapters and args.qat_adapters != "inside":
             lines.append(f"qat_adapters={args.qat_adapters!r} has no effect: there are no adapters (use_peft: true)")
-        if any(dropout.p for module in found.inside.values() for dropout in _dropouts_of(module)):
+        if any(dropout.p for module in fake.inside.values() for dropout in _dropouts_of(module)):
             lines.append(
                 "lora_dropout has no effect with qat_adapters='inside': adapters are part of the rounded weight"
             )
