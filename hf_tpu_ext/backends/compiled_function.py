@@ -36,12 +36,12 @@ def describe_batch(batch: Mapping[Hashable, Any]) -> dict[Hashable, Hashable]:
     What a program depends on of a batch, by its keys: of tensors shape and dtype, of other values all. What is in lists and dictionaries
     has keys such as `images[0]`.
     """
-    described = {}
+    description = {}
     for key, value in batch.items():
         leaves, _ = tree_flatten_with_path(value, is_leaf=_is_empty)
         for path, leaf in leaves:
-            described[f"{key}{keystr(path)}" if path else key] = _describe(leaf)
-    return described
+            description[f"{key}{keystr(path)}" if path else key] = _describe(leaf)
+    return description
 
 
 def _is_empty(value: Any) -> bool:
@@ -159,7 +159,7 @@ class CompiledFunction(ABC):
         fingerprint.note()
 
     @abstractmethod
-    def __call__(self, data: Mapping[Hashable, Any], run: Callable[..., Any], **fixed: Hashable) -> Any:
+    def __call__(self, data: Mapping[Hashable, Any], run: Callable[..., Any], **static_args: Hashable) -> Any:
         """
         Call the function, or run its program. `run(run=...)` runs what was traced by calling its argument, and tells those who
         watch.
@@ -246,7 +246,7 @@ class Programs(ABC):
 
     # ---- Where a copy of a tensor may share its memory ----
 
-    def aliased(self, state: Sequence[torch.Tensor]) -> set[int]:
+    def find_aliases(self, state: Sequence[torch.Tensor]) -> set[int]:
         """Places of device tensors that share their memory with others, such as those of a `state_dict()` in use."""
         return set()
 

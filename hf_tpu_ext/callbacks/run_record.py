@@ -76,7 +76,7 @@ class RunRecord(TrainerCallback):
         self._begin = time.perf_counter()
         if self._status is not None:
             # Callbacks before this one may have taken minutes, as samples do.
-            self._begin -= self._status.clock.elapsed().total()
+            self._begin -= self._status.clock.copy_seconds().total()
         self._programs_written = []
         if not state.is_world_process_zero:
             return
@@ -123,7 +123,7 @@ class RunRecord(TrainerCallback):
         if self._status is None:
             return {"phases": {}, "step_times": {}, "batches": []}
         return {
-            "phases": {name: round(seconds, 6) for name, seconds in self._status.clock.elapsed().items()},
+            "phases": {name: round(seconds, 6) for name, seconds in self._status.clock.copy_seconds().items()},
             "step_times": self._status.step_times,
             "batches": [[shape, list(count)] for shape, count in self._status.batches.items()],
         }

@@ -41,23 +41,23 @@ class PhaseClock:
         self._phase: str | None = None
         self._since = 0.0
         self._compile_mark, self._compile_seconds = compile_mark, compile_seconds
-        self._mark, self._compiled = compile_mark(), compile_seconds()
+        self._mark, self._seconds_of_compiling = compile_mark(), compile_seconds()
 
     def enter(self, phase: str | None) -> str | None:
         """End the phase under way, which is returned, and begin another; `None` stops the clock."""
         now, mark = time.perf_counter(), self._compile_mark()
-        ended = self._phase
-        if ended is not None:
-            self.seconds[ended] += now - self._since
+        previous = self._phase
+        if previous is not None:
+            self.seconds[previous] += now - self._since
         if mark != self._mark:
-            before, self._mark, self._compiled = self._compiled, mark, self._compile_seconds()
-            if ended is not None:
-                self.seconds[ended] -= self._compiled - before
-                self.seconds["compile"] += self._compiled - before
+            before, self._mark, self._seconds_of_compiling = self._seconds_of_compiling, mark, self._compile_seconds()
+            if previous is not None:
+                self.seconds[previous] -= self._seconds_of_compiling - before
+                self.seconds["compile"] += self._seconds_of_compiling - before
         self._phase, self._since = phase, now
-        return ended
+        return previous
 
-    def elapsed(self) -> Counter[str]:
+    def copy_seconds(self) -> Counter[str]:
         """A copy of `seconds`, the phase under way included."""
         self.enter(self._phase)
         return self.seconds.copy()
@@ -65,16 +65,16 @@ class PhaseClock:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Context that is a phase. What was under way goes on after it."""
-        ended = self.enter(name)
+        previous = self.enter(name)
         try:
             yield
         finally:
-            self.enter(ended)
+            self.enter(previous)
 
     def rename(self, phase: str, to: str) -> None:
         """Count all time of a phase, which is not to remain, as another's."""
-        moved = self.seconds.pop(phase, 0.0)
-        self.seconds[to] += moved
+        seconds = self.seconds.pop(phase, 0.0)
+        self.seconds[to] += seconds
 
 
 class BatchCount(NamedTuple):
@@ -160,13 +160,13 @@ class StepStatus(TrainerCallback):
         """Note what the step that ended took, its log included. Called when the next one asks for its data."""
         if not self._has_stepped:
             # The beginning of training.
-            self._before_step = self.clock.elapsed()
+            self._before_step = self.clock.copy_seconds()
             return
         self._has_stepped = False
-        elapsed, before = self.clock.elapsed(), self._before_step
-        self._before_step = elapsed
+        seconds_of, before = self.clock.copy_seconds(), self._before_step
+        self._before_step = seconds_of
         total = 0.0
-        for phase, seconds_so_far in elapsed.items():
+        for phase, seconds_so_far in seconds_of.items():
             seconds = seconds_so_far - before[phase]
             if seconds > 0 and phase not in BESIDES_STEPS:
                 total += seconds
@@ -177,20 +177,20 @@ class StepStatus(TrainerCallback):
     def _note_time(self, phase: str, seconds: float) -> None:
         self.step_times.setdefault(phase, Counter())[class_of(seconds)] += 1
 
-    def count(self, batch: Mapping[str, Any], computed: tuple[int, ...] | None = None) -> None:
+    def count(self, batch: Mapping[str, Any], computed_shape: tuple[int, ...] | None = None) -> None:
         """
-        Count the tokens of a batch as the trainer has it, preferably on the host, which is `computed` in that shape where
+        Count the tokens of a batch as the trainer has it, preferably on the host, which is `computed_shape` in that shape where
         rows or columns were added to it. One without `input_ids` of shape `(batch, length)` is not counted.
         """
         ids, mask = batch.get("input_ids"), batch.get("attention_mask")
         if ids is None:
             return
-        masked = mask is not None and mask.shape == ids.shape
-        computed = tuple(computed or ids.shape)
-        tokens = mask.sum() if masked else ids.shape[0] * math.prod(computed[1:])
-        counted = BatchCount(1, tokens, math.prod(computed))
-        shape = computed if self._backend.static_shapes else ()
-        self._window[shape] = self._window[shape] + counted if shape in self._window else counted
+        has_mask = mask is not None and mask.shape == ids.shape
+        computed_shape = tuple(computed_shape or ids.shape)
+        tokens = mask.sum() if has_mask else ids.shape[0] * math.prod(computed_shape[1:])
+        count = BatchCount(1, tokens, math.prod(computed_shape))
+        shape = computed_shape if self._backend.static_shapes else ()
+        self._window[shape] = self._window[shape] + count if shape in self._window else count
 
     # ---- What a log shows ----
 
@@ -198,8 +198,8 @@ class StepStatus(TrainerCallback):
         """What was measured since the last call, by its name in a log; empty if no step has ended since."""
         if not self._steps:
             return {}
-        elapsed = self.clock.elapsed()
-        spent, self._before_window = elapsed - self._before_window, elapsed
+        seconds_of = self.clock.copy_seconds()
+        spent, self._before_window = seconds_of - self._before_window, seconds_of
         in_steps = sum(seconds for phase, seconds in spent.items() if phase not in BESIDES_STEPS)
         logs = {"step_time": round(in_steps / self._steps, 6)}
         # Sums on a device are read here, once a log; on XLA batches are counted on the host.
@@ -224,7 +224,7 @@ class StepStatus(TrainerCallback):
 
     def take_phases(self) -> dict[str, float]:
         """Seconds of each phase since training began, by its name in the last log of a run."""
-        spent = self.clock.elapsed()
+        spent = self.clock.copy_seconds()
         return {f"phase/{phase}": round(spent[phase], 6) for phase in PHASES if phase in spent}
 
     def _count_flops(self, counts: dict[tuple[int, ...], BatchCount]) -> float | None:

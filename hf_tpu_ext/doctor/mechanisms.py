@@ -93,14 +93,14 @@ class Mechanisms:
 
     def __init__(self, directory: Path):
         self._directory = directory
-        self._started: SmallRuns | None = None
+        self._small_runs: SmallRuns | None = None
 
     @property
     def runs(self) -> SmallRuns:
         """The trainings; the accelerator is started when they are first asked for."""
-        if self._started is None:
-            self._started = SmallRuns(self._directory, select_backend())
-        return self._started
+        if self._small_runs is None:
+            self._small_runs = SmallRuns(self._directory, select_backend())
+        return self._small_runs
 
     @property
     def backend(self):
@@ -139,7 +139,7 @@ class Mechanisms:
         distance = f"within {worst:.1g} of" if worst else "equal to"
         return f"{', '.join(names)} {distance} eager CPU's"
 
-    def counted(self, name: str, outcome: Outcome) -> str:
+    def check_counts(self, name: str, outcome: Outcome) -> str:
         """Check what the runtime did, where it says so, and say it."""
         micro_steps = RUNS[name].micro_steps
         if not self.on_xla:
@@ -159,7 +159,7 @@ class Mechanisms:
     def compare(self, name: str, names: Iterable[str] = ("loss", "grad_norm"), tolerance: float = 0) -> Found:
         """Check a training against eager CPU, and what the runtime did in it."""
         ours, reference = self.runs.ours(name), self.runs.reference(name)
-        text = f"{self.near(ours, reference, names, tolerance)}; {self.counted(name, ours)}"
+        text = f"{self.near(ours, reference, names, tolerance)}; {self.check_counts(name, ours)}"
         return Found(text, _numbers(ours=ours, eager_cpu=reference))
 
     # ---- Mechanisms ----
@@ -173,13 +173,13 @@ class Mechanisms:
     def replay(self) -> Found:
         if not self.on_xla:
             return _not_here("only graphs of torch_xla are replayed")
-        replayed, traced = self.runs.ours("plain"), self.runs.ours("traced")
-        difference = _same_bits(replayed, traced)
+        by_replay, by_trace = self.runs.ours("plain"), self.runs.ours("traced")
+        difference = _same_bits(by_replay, by_trace)
         _check(difference is None, f"traced against replayed: {difference}")
-        _check(traced.counters.replays == 0, f"{traced.counters.replays} replays with step_replay=False")
-        _check(replayed.counters.replays > 0, "no step was replayed")
-        text = f"{replayed.counters.replays} of {STEPS} steps replayed, the same bits as traced ones"
-        return Found(text, _numbers(replayed=replayed, traced=traced))
+        _check(by_trace.counters.replays == 0, f"{by_trace.counters.replays} replays with step_replay=False")
+        _check(by_replay.counters.replays > 0, "no step was replayed")
+        text = f"{by_replay.counters.replays} of {STEPS} steps replayed, the same bits as traced ones"
+        return Found(text, _numbers(replayed=by_replay, traced=by_trace))
 
     def donation(self) -> Found:
         if not self.on_xla:
@@ -223,9 +223,11 @@ class Mechanisms:
 
     def bfloat16(self) -> Found:
         ours, plain = self.runs.ours("bfloat16"), self.runs.ours("plain")
-        rounded = [name for name, weight in ours.weights.items() if torch.equal(weight, weight.bfloat16().float())]
-        rounded = [name for name in rounded if "norm" not in name]
-        _check(not rounded, f"{len(rounded)} weights are kept in bfloat16")
+        rounded_names = [
+            name for name, weight in ours.weights.items() if torch.equal(weight, weight.bfloat16().float())
+        ]
+        rounded_names = [name for name in rounded_names if "norm" not in name]
+        _check(not rounded_names, f"{len(rounded_names)} weights are kept in bfloat16")
         _check(ours.values("loss") != plain.values("loss"), "the losses are those of float32")
         outcome = self.compare("bfloat16", tolerance=_BFLOAT16)
         return outcome._replace(text=f"float32 weights; {outcome.text}")
@@ -321,11 +323,11 @@ class Mechanisms:
         _check(died == -signal.SIGKILL, f"the run that was to be killed ended with status {died}")
         checkpoint = self._directory / "killed-run" / f"checkpoint-{_SAVED_AT}"
         whole = self.runs.ours("plain")
-        resumed = finish(self.runs.make("killed"), self.backend, resume=str(checkpoint))
-        difference = _same_bits(resumed, whole)
+        after_resume = finish(self.runs.make("killed"), self.backend, resume=str(checkpoint))
+        difference = _same_bits(after_resume, whole)
         _check(difference is None, f"resumed against never stopped: {difference}")
         text = f"killed at step {_DIES_AT}, resumed from step {_SAVED_AT}, the same bits as a run that was not stopped"
-        return Found(text, _numbers(resumed=resumed, whole=whole))
+        return Found(text, _numbers(resumed=after_resume, whole=whole))
 
     def compile_cache(self) -> Found:
         if not self.on_xla:
@@ -358,11 +360,11 @@ def _this_program() -> list[str]:
 
 def _run(command: list[str], **environment: str) -> None:
     """Run a command; what it wrote last is the error if it fails."""
-    done = subprocess.run(
+    process = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | environment
     )
-    print(done.stdout)
-    _check(done.returncode == 0, (done.stdout.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
+    print(process.stdout)
+    _check(process.returncode == 0, (process.stdout.strip().splitlines() or [f"exit status {process.returncode}"])[-1])
 
 
 class _Dies(TrainerCallback):

@@ -146,7 +146,7 @@ class Generator:
         self._model.eval()
         try:
             masks = static_masks(sdpa=not self._backend.traces_steps)
-            with torch.no_grad(), masks, self._backend.as_written(), self._released():
+            with torch.no_grad(), masks, self._backend.as_written(), self._release_cache():
                 results = self._backend.fetch(
                     self._generate(ids[::copies], mask[::copies], torch.tensor(seed).to(torch.int32), copies)
                 )
@@ -190,7 +190,7 @@ class Generator:
         return copies if are_in_groups(ids, mask, copies) else 1
 
     @contextmanager
-    def _released(self) -> Iterator[None]:
+    def _release_cache(self) -> Iterator[None]:
         """Context after which the cache is free, for training to have its memory."""
         try:
             yield
@@ -203,7 +203,7 @@ class Generator:
     def _generate(self, ids: Tensor, mask: Tensor, seed: Tensor, copies: int) -> list[Tensor]:
         if self._compiled is None:
             self._compiled = self._compile(self._run_program, self.tensors)
-        self._copied = CopiedWeights(self._model, self._backend)
+        self._weight_copies = CopiedWeights(self._model, self._backend)
         rows = len(ids) * copies
         prompts = self._backend.send_rows({"ids": ids, "attention": mask}, len(ids))
         seed = self._backend.send(seed)
@@ -251,11 +251,11 @@ class Generator:
         )
         state = [*rows, *pad_positions(cache.tensors, end, self._cache_lengths(cache.tensors)[0])]
         self._shard_rows(state)
-        copied = self._copied.make()
-        for tensor in copied:
+        copies_of_weights = self._weight_copies.make()
+        for tensor in copies_of_weights:
             self._backend.shard(tensor, (None,) * tensor.ndim)
         # The token of the state is the next program's.
-        return [token.clone(), log_prob], [*state, *copied]
+        return [token.clone(), log_prob], [*state, *copies_of_weights]
 
     def _shard_rows(self, tensors: Sequence[Tensor]) -> None:
         """Each chip has its own rows."""
@@ -272,7 +272,7 @@ class Generator:
         carry = (_all(state.finished), state, tuple(cache))
         decode_token, lengths = partial(self._decode_token, seed), self._cache_lengths(cache)
         results, first = [], 1
-        with self._copied.read(self.copied_weights()):
+        with self._weight_copies.read(self.copied_weights()):
             for length in lengths:
                 end = min(length - self.prompt_lengths[-1] + 1, self._new_tokens)
                 token_numbers = torch.arange(first, end, dtype=torch.int32, device=seed.device)
@@ -297,12 +297,12 @@ class Generator:
             for name, dtype in (("tokens", torch.int64), ("log_probs", torch.float32))
         }
         # On the device: a Python number would be part of the program.
-        number, ended = torch.ones_like(seed), None
+        number, all_ended = torch.ones_like(seed), None
         for iteration in range(iterations):
-            if iteration and iteration % _TOKENS_BETWEEN_READS == 0 and self._backend.fetch(ended):
+            if iteration and iteration % _TOKENS_BETWEEN_READS == 0 and self._backend.fetch(all_ended):
                 break
             data = {"seed": seed, "number": number, "rows": rows, **results}
-            ended, number, results = self._compiled(data, run, name=DECODE)
+            all_ended, number, results = self._compiled(data, run, name=DECODE)
         return list(results.values())
 
     def _decode_next(
@@ -328,7 +328,7 @@ class Generator:
         return choose_cache_lengths(cache, self._model, prompt, new, chips, find_room(self._backend))
 
     def _decode_token(self, seed: Tensor, carry: tuple, entries: tuple) -> tuple[tuple, tuple]:
-        _, (finished, token, position, attention, history), keys_and_values = carry
+        _, (is_finished, token, position, attention, history), keys_and_values = carry
         (number,) = entries
         index = number + (self.prompt_lengths[-1] - 1)
         length = keys_and_values[0].shape[-2]
@@ -337,10 +337,10 @@ class Generator:
             history = self._backend.loops.put_block(history, token[:, None], (None, index))
         logits = self._logits(token[:, None], attention[:, :length], position, cache)
         token, log_prob = self._sampler.choose(logits, seed, number, history)
-        token = torch.where(finished > 0, self.pad_token_id, token)
-        finished = torch.maximum(finished, self._sampler.is_end(token))
-        rows = _Rows(finished, token, position + 1, attention, history)
-        return (_all(finished), rows, cache.tensors), (token, log_prob)
+        token = torch.where(is_finished > 0, self.pad_token_id, token)
+        is_finished = torch.maximum(is_finished, self._sampler.is_end(token))
+        rows = _Rows(is_finished, token, position + 1, attention, history)
+        return (_all(is_finished), rows, cache.tensors), (token, log_prob)
 
     def _logits(self, ids: Tensor, attention: Tensor, positions: Tensor, cache: StaticKeyValueCache) -> Tensor:
         """The logits of the last position: `(rows, vocabulary)`."""
@@ -387,5 +387,5 @@ def _repeat(tensor: Tensor, prompts: int, copies: int) -> Tensor:
     return tensor.unflatten(0, (prompts, 1, -1)).expand(-1, copies, *[-1] * tensor.ndim).flatten(0, 2)
 
 
-def _all(finished: Tensor) -> Tensor:
-    return finished.min(0).values > 0
+def _all(is_finished: Tensor) -> Tensor:
+    return is_finished.min(0).values > 0

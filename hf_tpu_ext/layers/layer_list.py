@@ -77,15 +77,15 @@ class CalledLayers(nn.ModuleList):
 class _Call:
     """A layer, whose calls go to the list of layers."""
 
-    def __init__(self, called: CalledLayers, number: int):
-        self._called, self._number = called, number
+    def __init__(self, owner: CalledLayers, number: int):
+        self._owner, self._number = owner, number
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self._called.call_layer(self._number, *args, **kwargs)
+        return self._owner.call_layer(self._number, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         # Some models ask a layer which of the masks it is to be called with.
-        return getattr(self._called.layers[self._number], name)
+        return getattr(self._owner.layers[self._number], name)
 
 
 def find_layers(model: nn.Module) -> tuple[nn.Module, str] | None:

@@ -67,7 +67,7 @@ class LayerLoop(torch.autograd.Function):
         def run_period(carry: tuple, _) -> tuple:
             rows, hidden, weights = carry
             rows, results = list(rows), []
-            for place, (layer, stacked) in enumerate(zip(layers, _split(layers, weights), strict=True)):
+            for place, (layer, stacked_weights) in enumerate(zip(layers, _split(layers, weights), strict=True)):
 
                 def run_layer(carry: tuple, weights: tuple, layer=layer, place=place) -> tuple:
                     hidden, shared, own = carry
@@ -79,18 +79,18 @@ class LayerLoop(torch.autograd.Function):
                         shared, weights = carry
                         with Dots() if keeps_dots else torch.no_grad() as dots:
                             arguments = ctx.constants.restore(place, shared, own)
-                            output, *collected = layer.call(hidden, weights, arguments, number)
+                            output, *logits = layer.call(hidden, weights, arguments, number)
                         assert output.dtype == hidden.dtype
-                        ctx.num_collected[place] = len(collected)
-                        return carry, (output, *collected, *(dots.results if keeps_dots else ()))
+                        ctx.num_collected[place] = len(logits)
+                        return carry, (output, *logits, *(dots.results if keeps_dots else ()))
 
                     _, (output, *results) = blocks.loop(run_block, (shared, layer_weights), (hidden, *own))
-                    collected, dots_of_block = _cut(results, (ctx.num_collected[place], len(results)))
+                    logits, dots_of_block = _cut(results, (ctx.num_collected[place], len(results)))
                     ctx.num_dots[place] = len(dots_of_block)
-                    return (output, shared, own), (), (hidden, *dots_of_block, *map(blocks.join, collected))
+                    return (output, shared, own), (), (hidden, *dots_of_block, *map(blocks.join, logits))
 
                 hidden, rows[place], _, of_layers = loops.scan_rows(
-                    run_layer, hidden, stacked, rows[place], layer.count
+                    run_layer, hidden, stacked_weights, rows[place], layer.count
                 )
                 results += of_layers
             return (tuple(rows), hidden, weights), tuple(results)
@@ -104,18 +104,18 @@ class LayerLoop(torch.autograd.Function):
                 run_period, ((zero,) * len(layers), carry, weights_only), (periods,)
             )
             results = (tensor.flatten(0, 1) for tensor in results)
-        inputs, collected = _take_alternately(results, [1 + count for count in ctx.num_dots], ctx.num_collected)
+        inputs, logits = _take_alternately(results, [1 + count for count in ctx.num_dots], ctx.num_collected)
         ctx.counts = (len(inputs), len(shared), len(own))
         ctx.save_for_backward(*inputs, *shared, *own, *weights)
-        return blocks.join(output), *collected
+        return blocks.join(output), *logits
 
     @staticmethod
     def backward(ctx, gradient: Tensor, *of_collected: Tensor) -> tuple:
-        layers, saved = ctx.layers, iter(ctx.saved_tensors)
-        inputs, shared, own = (tuple(islice(saved, count)) for count in ctx.counts)
-        weights = tuple(weight.detach() for weight in saved)
-        needed, blocks, backend = ctx.needs_input_grad[4:], ctx.blocks, ctx.blocks.backend
-        needed_of = list(_split(layers, needed))
+        layers, saved_tensors = ctx.layers, iter(ctx.saved_tensors)
+        inputs, shared, own = (tuple(islice(saved_tensors, count)) for count in ctx.counts)
+        weights = tuple(weight.detach() for weight in saved_tensors)
+        needs_grad, blocks, backend = ctx.needs_input_grad[4:], ctx.blocks, ctx.blocks.backend
+        needed_of = list(_split(layers, needs_grad))
         # Of each run of layers, what they are computed anew from, and the gradients of what was collected of them.
         num_inputs = [1 + count for count in ctx.num_dots]
         pairs = zip(_cut(inputs, num_inputs), _cut(of_collected, ctx.num_collected), strict=True)
@@ -133,7 +133,7 @@ class LayerLoop(torch.autograd.Function):
 
                 def differentiate_layer(carry: tuple, entries: tuple, layer=layers[place], place=place) -> tuple:
                     gradient, shared, own = carry
-                    needed, num_dots = needed_of[place], ctx.num_dots[place]
+                    needs_grad, num_dots = needed_of[place], ctx.num_dots[place]
                     tensors, weights = [gradient, *entries[: num_entries[place]]], entries[num_entries[place] :]
                     if len(layers) > 1:
                         # Several layers of one period would be computed anew at once, and all of that kept.
@@ -144,8 +144,8 @@ class LayerLoop(torch.autograd.Function):
                     with ctx.autocast():
                         layer_weights = layer.prepare(hidden, weights)
                     # Tensors that `prepare` derives from them get no gradient.
-                    is_needed = (*needed, *[False] * (len(layer_weights) - len(needed)))
-                    trained = tuple(compress(layer_weights, needed))
+                    is_needed = (*needs_grad, *[False] * (len(layer_weights) - len(needs_grad)))
+                    trained_weights = tuple(compress(layer_weights, needs_grad))
 
                     def differentiate_block(carry: tuple, entries: tuple) -> tuple:
                         shared, weights, sums = carry
@@ -162,7 +162,7 @@ class LayerLoop(torch.autograd.Function):
                             with ctx.autocast(), Dots(dots) if ctx.keeps_dots else torch.enable_grad():
                                 arguments = ctx.constants.restore(place, shared, own)
                                 outputs = layer.call(hidden, weights, arguments, number)
-                            leaves = [hidden, *compress(weights, needed)]
+                            leaves = [hidden, *compress(weights, needs_grad)]
                             pairs = zip(outputs, gradients, strict=True)
                             outputs, gradients = zip(*(pair for pair in pairs if pair[0].requires_grad), strict=True)
                             gradient, *grads = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
@@ -173,12 +173,13 @@ class LayerLoop(torch.autograd.Function):
                         ]
                         return (shared, carry[1], blocks.add(sums, grads)), (gradient,)
 
-                    carry = (shared, layer_weights, blocks.zeros(trained))
+                    carry = (shared, layer_weights, blocks.zeros(trained_weights))
                     (_, _, sums), (gradient,) = blocks.loop(
                         differentiate_block, carry, (hidden, *dots, *gradients_of, *own)
                     )
                     weight_grads = (
-                        _summed(backend, total.to(weight.dtype)) for total, weight in zip(sums, trained, strict=True)
+                        _sum_over_chips(backend, total.to(weight.dtype))
+                        for total, weight in zip(sums, trained_weights, strict=True)
                     )
                     return (gradient, shared, own), tuple(weight_grads), ()
 
@@ -201,19 +202,23 @@ class LayerLoop(torch.autograd.Function):
         weight_grads = tuple(
             tuple(
                 torch.zeros_like(weight, dtype=dtype)
-                for weight, dtype in compress(zip(own, dtypes, strict=False), needed)
+                for weight, dtype in compress(zip(own, dtypes, strict=False), needs_grad)
             )
-            for own, dtypes, needed in zip(_split(layers, weights), ctx.dtypes, needed_of, strict=True)
+            for own, dtypes, needs_grad in zip(_split(layers, weights), ctx.dtypes, needed_of, strict=True)
         )
         (_, (hidden_grad, *_), *_, weight_grads), _ = backend.loops.scan(
             differentiate_period, (last, carry, inputs, weights, weight_grads), (periods,)
         )
         pairs = zip(chain.from_iterable(weight_grads), chain.from_iterable(used), strict=True)
         gradients = (gradient if is_used else None for gradient, is_used in pairs)
-        return *[None] * 3, blocks.join(hidden_grad), *(next(gradients) if is_needed else None for is_needed in needed)
+        return (
+            *[None] * 3,
+            blocks.join(hidden_grad),
+            *(next(gradients) if is_needed else None for is_needed in needs_grad),
+        )
 
 
-def _summed(backend: Backend, gradient: Tensor) -> Tensor:
+def _sum_over_chips(backend: Backend, gradient: Tensor) -> Tensor:
     """
     The gradient of a layer's weight. That of a small one is whole on every chip before it is split: one all-reduce takes all
     of them, where the partitioner would send the parts of each from chip to chip.
@@ -277,8 +282,8 @@ class _Constants:
     def restore(self, layer: int, shared: Sequence[Tensor], own: Sequence[Tensor]) -> Any:
         """The arguments of a layer, with these tensors in place of the first ones."""
         leaves, structure = self._arguments[layer]
-        restored = [
+        tensors = [
             (own if leaf.has_rows else shared)[leaf.number].to(leaf.dtype) if isinstance(leaf, _Place) else leaf
             for leaf in leaves
         ]
-        return tree_unflatten(restored, structure)
+        return tree_unflatten(tensors, structure)

@@ -76,17 +76,17 @@ class LayerStack(CalledLayers):
         # Those of the layers by the name of the stacked one. Parameters have no values while the stack is in use.
         self._parts: dict[str, list[Tensor]] = {}
         #: The parameters and buffers by their names in the stack.
-        self.stacked: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}
         # What each layer reads in place of its parameters.
         self._read: Sequence[Tensor] | None = None
         # For layers that are unrolled, while the model calls them: what they read, by the name of the stacked parameter.
-        self._unrolled: dict[str, Sequence[Tensor]] = {}
+        self._parts_of_stacked: dict[str, Sequence[Tensor]] = {}
         self.register_state_dict_post_hook(_split_state)
         self.register_load_state_dict_pre_hook(_stack_state)
 
     def parts_of(self, parameter: nn.Parameter) -> list[nn.Parameter] | None:
         """The parameters of the layers that one is stacked of; `None` for another one."""
-        return next((self._parts[name] for name, stacked in self.stacked.items() if stacked is parameter), None)
+        return next((self._parts[name] for name, whole in self.tensors.items() if whole is parameter), None)
 
     def looped_modules(self) -> Iterator[nn.Module]:
         """The modules whose parameters are stacked."""
@@ -124,19 +124,19 @@ class LayerStack(CalledLayers):
                 self._parts[stacked_name] = parts = [tensors[attribute] for tensors, attribute in places]
                 whole, is_trained = torch.stack(parts), parts[0].requires_grad
                 is_parameter = isinstance(parts[0], nn.Parameter)
-                if stacked_name in self.stacked and self.stacked[stacked_name].dtype == whole.dtype:
-                    self.stacked[stacked_name].data = whole
-                    self.stacked[stacked_name].requires_grad_(is_trained)
+                if stacked_name in self.tensors and self.tensors[stacked_name].dtype == whole.dtype:
+                    self.tensors[stacked_name].data = whole
+                    self.tensors[stacked_name].requires_grad_(is_trained)
                 else:
-                    self.stacked[stacked_name] = nn.Parameter(whole, is_trained) if is_parameter else whole
+                    self.tensors[stacked_name] = nn.Parameter(whole, is_trained) if is_parameter else whole
                 for (tensors, attribute), part in zip(places, parts, strict=True):
                     if is_parameter:
                         # A buffer may be another one, too.
                         part.data = nothing
                     tensors[attribute] = None
                 tensors, attribute = places[0]
-                tensors[attribute] = self.stacked[stacked_name]
-                pending = self._flushed(pending + whole.nbytes)
+                tensors[attribute] = self.tensors[stacked_name]
+                pending = self._flush(pending + whole.nbytes)
             # The loop computes the layer again by itself.
             template.checkpoints = template.layer.gradient_checkpointing
             template.layer.gradient_checkpointing = False
@@ -155,17 +155,17 @@ class LayerStack(CalledLayers):
             for layer in layers:
                 layer.train(template.layer.training)
             for name, stacked_name in zip(template.names, template.stacked_names, strict=True):
-                stacked, parts = self.stacked[stacked_name], self._parts[stacked_name]
+                whole, parts = self.tensors[stacked_name], self._parts[stacked_name]
                 for index, layer, part in zip(indices, layers, parts, strict=False):
-                    part.data = stacked.index_select(0, index)[0]
-                    part.requires_grad_(stacked.requires_grad)
+                    part.data = whole.index_select(0, index)[0]
+                    part.requires_grad_(whole.requires_grad)
                     tensors, attribute = place_of(layer, name)
                     tensors[attribute] = part
-                pending = self._flushed(pending + stacked.nbytes)
-                stacked.data = nothing.to(stacked.dtype)
+                pending = self._flush(pending + whole.nbytes)
+                whole.data = nothing.to(whole.dtype)
         self._backend.flush()
 
-    def _flushed(self, pending: int) -> int:
+    def _flush(self, pending: int) -> int:
         """Bytes that are still pending."""
         if pending <= _AT_ONCE:
             return pending
@@ -198,7 +198,7 @@ class LayerStack(CalledLayers):
         if number == self.patterns[0].first:
             # Once for all: the gradient of each part by itself would be as large as the whole.
             parts = self._parts_of_weights() if self._read is None else iter(self._read)
-            self._unrolled = {
+            self._parts_of_stacked = {
                 name: list(islice(parts, len(template.numbers)))
                 for template in self._templates
                 for name in template.stacked_names
@@ -206,10 +206,10 @@ class LayerStack(CalledLayers):
         template, index = self._loop_of[number].places[number]
         layer = self._layers[number] if has_cache else template.layer
         layer.train(template.layer.training)
-        stacked = zip(template.names, template.stacked_names, strict=True)
-        parts = {name: self._unrolled[stacked_name][index] for name, stacked_name in stacked}
+        names = zip(template.names, template.stacked_names, strict=True)
+        parts = {name: self._parts_of_stacked[stacked_name][index] for name, stacked_name in names}
         if number == self.patterns[-1].end - 1:
-            self._unrolled = {}
+            self._parts_of_stacked = {}
         return functional_call(layer, parts, (hidden, *args), kwargs)
 
     def _parts_of_weights(self) -> Iterator[Tensor]:
@@ -222,14 +222,14 @@ def _names_of_layers(template: Template, name: str) -> list[str]:
 
 
 def _split_state(stack: LayerStack, state_dict: dict[str, Tensor], prefix: str, _) -> None:
-    stacked = [prefix + name for name in stack.stacked if prefix + name in state_dict]
+    keys = [prefix + name for name in stack.tensors if prefix + name in state_dict]
     # On the host: on the device they would be there twice.
-    fetched = stack._backend.fetch({key: state_dict.pop(key) for key in stacked})
+    host_state = stack._backend.fetch({key: state_dict.pop(key) for key in keys})
     for template in stack._templates:
         for name, stacked_name in zip(template.names, template.stacked_names, strict=True):
-            if prefix + stacked_name in fetched:
+            if prefix + stacked_name in host_state:
                 for of_layer, part in zip(
-                    _names_of_layers(template, name), fetched[prefix + stacked_name], strict=True
+                    _names_of_layers(template, name), host_state[prefix + stacked_name], strict=True
                 ):
                     state_dict[prefix + of_layer] = part.clone()
 

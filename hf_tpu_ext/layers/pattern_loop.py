@@ -104,7 +104,7 @@ class PatternLoop:
             number: (template, index) for template in self.templates for index, number in enumerate(template.numbers)
         }
         # What the first layer of each run is to be called with, as long as the model has not called the last layer.
-        self._called: list[tuple[tuple, dict[str, Any]]] = []
+        self._calls: list[tuple[tuple, dict[str, Any]]] = []
         self._input: Tensor | None = None
         self._next = pattern.first
 
@@ -121,12 +121,12 @@ class PatternLoop:
         """
         self._check_call(number, hidden, args, kwargs)
         if number == self.places[number][0].numbers[0]:
-            self._called.append((args, kwargs))
+            self._calls.append((args, kwargs))
         self._input, self._next = hidden, number + 1
         if self._next < self.pattern.end:
             return hidden
-        called, self._called, self._input, self._next = self._called, [], None, self.pattern.first
-        return self._run(hidden, called) if prompt is None else self._run_prompt(hidden, called, prompt)
+        calls, self._calls, self._input, self._next = self._calls, [], None, self.pattern.first
+        return self._run(hidden, calls) if prompt is None else self._run_prompt(hidden, calls, prompt)
 
     def _check_call(self, number: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
         """Refuse what a model may do with one batch and not with another: it was not seen when the loop was chosen."""
@@ -136,13 +136,13 @@ class PatternLoop:
             problem = f"the model calls layer {number} where layer {self._next} is the next"
         elif number > self.pattern.first and hidden is not self._input:
             problem = f"the model computes something between layers {number - 1} and {number}"
-        elif index and not _are_same((args, kwargs), self._called[self.templates.index(template)]):
+        elif index and not _are_same((args, kwargs), self._calls[self.templates.index(template)]):
             problem = f"layer {number} is called with something else than layer {template.numbers[0]}"
         if problem is not None:
-            self._called, self._input, self._next = [], None, self.pattern.first
+            self._calls, self._input, self._next = [], None, self.pattern.first
             raise UserError(f"The layers do not run as a loop with this batch: {problem}. Set scan_layers='off'.")
 
-    def _run(self, hidden: Tensor, called: Sequence[tuple[tuple, dict[str, Any]]]) -> Tensor:
+    def _run(self, hidden: Tensor, calls: Sequence[tuple[tuple, dict[str, Any]]]) -> Tensor:
         blocks = RowBlocks(self._backend, *hidden.shape[:2], self._by_rows)
         # For layers that draw random numbers, as dropout does.
         is_training = self.templates[0].layer.training
@@ -151,7 +151,7 @@ class PatternLoop:
             seeds = RandomNumbers.current(self._backend.device).seeds(num_periods * self.pattern.period)
             seeds = seeds.unflatten(0, (num_periods, -1)).split(runs, 1)
         layers, weights, collects = [], [], are_collected()
-        for place, (template, arguments) in enumerate(zip(self.templates, called, strict=True)):
+        for place, (template, arguments) in enumerate(zip(self.templates, calls, strict=True)):
             # The loop computes the layer again by itself. A callback may have switched checkpointing off and on.
             template.layer.gradient_checkpointing = False
             # For a step, others may stand in their place.
@@ -169,30 +169,33 @@ class PatternLoop:
         """Let the model have collected logits of all layers, in their order."""
         of_layers: dict[int, list[Tensor]] = {number: [] for number in self.places}
         for template in self.templates:
-            for stacked in islice(logits, template.num_logits):
-                for number, part in zip(template.numbers, stacked.unbind(), strict=True):
+            for stacked_logits in islice(logits, template.num_logits):
+                for number, part in zip(template.numbers, stacked_logits.unbind(), strict=True):
                     of_layers[number].append(part)
         give_to_model(chain.from_iterable(part for _, part in sorted(of_layers.items())))
 
     def _run_prompt(
-        self, hidden: Tensor, called: Sequence[tuple[tuple, dict[str, Any]]], cache: StaticKeyValueCache
+        self, hidden: Tensor, calls: Sequence[tuple[tuple, dict[str, Any]]], cache: StaticKeyValueCache
     ) -> Tensor:
         # Each iteration would compute anew what the loop does not carry.
-        leaves, structure = tree_flatten([(args, _without_cache(kwargs)) for args, kwargs in called])
+        leaves, structure = tree_flatten([(args, _without_cache(kwargs)) for args, kwargs in calls])
         is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
-        (cache_name,) = (name for name, value in called[0][1].items() if value is cache)
+        (cache_name,) = (name for name, value in calls[0][1].items() if value is cache)
         loops = self._backend.loops
 
         def run_period(carry: tuple, _) -> tuple[tuple, tuple]:
             rows, of_layers, weights = carry
             rows, states = list(rows), []
-            for place, (template, stacked) in enumerate(zip(self.templates, weights, strict=True)):
+            for place, (template, stacked_weights) in enumerate(zip(self.templates, weights, strict=True)):
 
                 def run_layer(carry: tuple, weights: tuple, template=template, place=place) -> tuple:
                     hidden, shared = carry
                     tensors = iter(shared)
                     arguments = tree_unflatten(
-                        [next(tensors) if carried else leaf for leaf, carried in zip(leaves, is_tensor, strict=True)],
+                        [
+                            next(tensors) if is_carried else leaf
+                            for leaf, is_carried in zip(leaves, is_tensor, strict=True)
+                        ],
                         structure,
                     )
                     args, kwargs = arguments[place]
@@ -207,7 +210,7 @@ class PatternLoop:
                     return (hidden, shared), (), layer_cache.tensors_from(number)
 
                 of_layers, rows[place], _, keys_and_values = loops.scan_rows(
-                    run_layer, of_layers, stacked, rows[place], self.pattern.runs[place]
+                    run_layer, of_layers, stacked_weights, rows[place], self.pattern.runs[place]
                 )
                 states += keys_and_values
             return (tuple(rows), of_layers, weights), tuple(states)
@@ -235,9 +238,9 @@ class PatternLoop:
         ]
         # Left to the partitioner, a product goes through the parts of a weight one by one, and moves each by itself.
         weights = tuple(backend.gather(weight) for weight in weights)
-        named = dict(zip(template.names, weights, strict=False))
+        weights_by_name = dict(zip(template.names, weights, strict=False))
         derived_tensors = [
-            make(hidden, *(named[name] for name in names)) for make, names in template.derivations.values()
+            make(hidden, *(weights_by_name[name] for name in names)) for make, names in template.derivations.values()
         ]
         if derived_tensors:
             # The compiler would compute them in every product anew.
@@ -261,8 +264,8 @@ class PatternLoop:
             seed, chip = seeds[0].unbind()
             # To random numbers, a block is what a chip is: one of several with as many rows.
             seeds = (seed, blocks.number_over_chips(chip, number))
-        collected = collect_apart() if collects else nullcontext([])
-        with RandomNumbers(*seeds) if seeds else nullcontext(), collected as logits:
+        collector = collect_apart() if collects else nullcontext([])
+        with RandomNumbers(*seeds) if seeds else nullcontext(), collector as logits:
             parts = dict(zip((*template.names, *template.derivations), (*weights, *derived_tensors), strict=True))
             args, kwargs = arguments
             hidden = functional_call(template.layer, parts, (hidden, *args), kwargs)

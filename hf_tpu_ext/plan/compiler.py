@@ -71,7 +71,7 @@ def _compile(program: TracedProgram, topology: Topology) -> CompiledProgram:
         (directory / "program.pb").write_bytes(program.module)
         options = {
             "topology": topology.compiler_options,
-            "donated": [index for index, argument in enumerate(program.arguments) if argument.donated],
+            "donated": [index for index, argument in enumerate(program.arguments) if argument.is_donated],
             "shardings": {
                 index: argument.sharding
                 for index, argument in enumerate(program.arguments)

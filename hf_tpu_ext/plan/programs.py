@@ -22,7 +22,7 @@ class Argument:
 
     role: str
     num_bytes: int
-    donated: bool
+    is_donated: bool
     sharding: str | None = None
 
 

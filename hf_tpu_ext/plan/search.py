@@ -47,7 +47,7 @@ class _Variant:
 def search(
     plan: Plan,
     settings: Mapping[str, str],
-    varied: Collection[str],
+    varied_names: Collection[str],
     trace: Callable[[dict[str, str]], Callable[[int], Plan]],
     jobs: int = 1,
 ) -> Plan:
@@ -63,7 +63,7 @@ def search(
             The plan of the run as it is.
         settings (`Mapping[str, str]`):
             Its `rematerialization`, `attention`, `per_device_train_batch_size` and, on several chips, `mesh`.
-        varied (`Collection[str]`):
+        varied_names (`Collection[str]`):
             Names of those that are to be tried; the others stay.
         trace (`Callable[[dict[str, str]], Callable[[int], Plan]]`):
             Traces the run with other settings, by name. What it returns is called in another thread, compiles so many programs
@@ -76,21 +76,21 @@ def search(
     """
     limit, rows = plan.topology.chip.memory_bytes, int(settings[_ROWS])
     # What it is computed with goes without saying, unless it is asked for.
-    named = {name: value for name, value in settings.items() if name != "attention" or name in varied}
-    choices = {name: [value] for name, value in named.items() if name != _ROWS}
+    own_settings = {name: value for name, value in settings.items() if name != "attention" or name in varied_names}
+    choices = {name: [value] for name, value in own_settings.items() if name != _ROWS}
     possible = {**_CHOICES, "mesh": _meshes(plan.topology)}
-    choices |= {name: values for name, values in possible.items() if name in choices and name in varied}
-    batches = find_largest_batch if _ROWS in varied else _one_batch
+    choices |= {name: values for name, values in possible.items() if name in choices and name in varied_names}
+    batches = find_largest_batch if _ROWS in varied_names else _one_batch
     variants = []
     for values in itertools.product(*choices.values()):
         tries = batches(rows, limit)
         variants.append(_Variant(dict(zip(choices, values, strict=True)), tries, next(tries)))
     _try_all(variants, limit, trace, jobs)
-    tried = [trial for variant in variants for trial in variant.trials]
-    fitting = [trial for trial in tried if trial.fits]
+    trials = [trial for variant in variants for trial in variant.trials]
+    fitting = [trial for trial in trials if trial.fits]
     best = [trial for trial in fitting if not any(_is_better(other, trial) for other in fitting)]
     best.sort(key=lambda trial: trial.tokens_per_second, reverse=True)
-    return replace(plan, trials=best, advice=_advice(tried, settings))
+    return replace(plan, trials=best, advice=_advice(trials, settings))
 
 
 def advise(plan: Plan, settings: Mapping[str, str]) -> list[str]:
@@ -122,11 +122,11 @@ def _try_all(
                 variant = ready.popleft()
                 settings = {**variant.settings, _ROWS: str(variant.rows)}
                 bar.set_postfix(settings)
-                compiled = pool.submit(trace(settings), max(1, jobs // len(variants)))
-                compiling[compiled] = variant, settings
-            for done in wait(compiling, return_when=FIRST_COMPLETED).done:
-                variant, settings = compiling.pop(done)
-                trial = _as_trial(settings, done.result())
+                plan_future = pool.submit(trace(settings), max(1, jobs // len(variants)))
+                compiling[plan_future] = variant, settings
+            for future in wait(compiling, return_when=FIRST_COMPLETED).done:
+                variant, settings = compiling.pop(future)
+                trial = _as_trial(settings, future.result())
                 variant.trials.append(trial)
                 # All may take an hour, and somebody may not wait for the end.
                 bar.write(_outcome(trial, limit), file=sys.stderr)
@@ -152,8 +152,8 @@ def _meshes(topology: Topology) -> list[str]:
 def _as_trial(settings: dict[str, str], plan: Plan) -> Trial:
     errors = [program.error for program in plan.programs if program.error is not None]
     if errors:
-        needed = None if plan.excess_bytes is None else plan.topology.chip.memory_bytes + plan.excess_bytes
-        return Trial(settings, plan.fits, needed, error=errors[0])
+        num_bytes = None if plan.excess_bytes is None else plan.topology.chip.memory_bytes + plan.excess_bytes
+        return Trial(settings, plan.fits, num_bytes, error=errors[0])
     if not plan.programs:
         return Trial(settings, None, error="; ".join(plan.unknown))
     return Trial(settings, plan.fits, plan.peak_bytes, plan.step.seconds[1], plan.tokens_per_second)
@@ -178,7 +178,7 @@ def find_largest_batch(start: int, limit: int) -> Generator[int, Trial, None]:
     Try batches, from one of `start` rows, until the largest that fits into `limit` bytes is known to a tenth of it, or
     until one cannot be told. Yielded are the rows of each; what came of it is sent back.
     """
-    needed: dict[int, int] = {}
+    bytes_of_rows: dict[int, int] = {}
     largest, too_large = 0, None
     rows = start
     for tries in itertools.count(1):
@@ -190,26 +190,26 @@ def find_largest_batch(start: int, limit: int) -> Generator[int, Trial, None]:
         else:
             too_large = rows
         if trial.peak_bytes is not None:
-            needed[rows] = trial.peak_bytes
-        predicted = _predict_rows(needed, limit)
+            bytes_of_rows[rows] = trial.peak_bytes
+        rows_on_line = _predict_rows(bytes_of_rows, limit)
         if too_large is None:
-            rows = 2 * largest if predicted is None else predicted
+            rows = 2 * largest if rows_on_line is None else rows_on_line
             if rows <= _NEAR * largest:
                 return
         else:
             if too_large - 1 <= int(_NEAR * largest):
                 return
             # What is next but one tenth larger shows that the line is right.
-            rows = None if predicted is None else max(predicted, int(_NEAR * largest) + 1)
+            rows = None if rows_on_line is None else max(rows_on_line, int(_NEAR * largest) + 1)
             if rows is None or rows >= too_large or tries >= _TRIES:
                 rows = (largest + too_large) // 2
 
 
-def _predict_rows(needed: dict[int, int], limit: int) -> int | None:
+def _predict_rows(bytes_of_rows: dict[int, int], limit: int) -> int | None:
     """Where the line through the two batches that are nearest to the limit reaches it."""
-    if len(needed) < 2:
+    if len(bytes_of_rows) < 2:
         return None
-    (few, less), (many, more) = sorted(sorted(needed.items(), key=lambda item: abs(item[1] - limit))[:2])
+    (few, less), (many, more) = sorted(sorted(bytes_of_rows.items(), key=lambda item: abs(item[1] - limit))[:2])
     if more <= less:
         return None
     # A little less than the line says: programs of other sizes are put together a little differently.
@@ -222,10 +222,10 @@ def _is_better(other: Trial, trial: Trial) -> bool:
     return theirs != mine and all(their >= my for their, my in zip(theirs, mine, strict=True))
 
 
-def _advice(tried: list[Trial], settings: Mapping[str, str]) -> list[str]:
-    if all(trial.fits is None for trial in tried):
+def _advice(trials: list[Trial], settings: Mapping[str, str]) -> list[str]:
+    if all(trial.fits is None for trial in trials):
         return []
-    fitting = [trial for trial in tried if trial.fits]
+    fitting = [trial for trial in trials if trial.fits]
     if not fitting:
         return ["No variant fits: use more chips, LoRA (use_peft: true) or a smaller max_length."]
     largest = max(fitting, key=lambda trial: (int(trial.settings[_ROWS]), trial.tokens_per_second))
@@ -240,7 +240,7 @@ def _advice(tried: list[Trial], settings: Mapping[str, str]) -> list[str]:
     advice = [f"{what}: {_words(trial, settings)}" for what, trial in best.items()]
     without = [
         {name: value for name, value in trial.settings.items() if name != _ROWS}
-        for trial in tried
+        for trial in trials
         if trial.fits is False and trial.settings[_ROWS] == "1"
     ]
     if without:

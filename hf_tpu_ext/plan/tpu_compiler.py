@@ -35,7 +35,7 @@ def set_environment() -> None:
     os.environ.pop("TPU_LIBRARY_PATH", None)
 
 
-def read_program(module: bytes, donated: list[int], shardings: dict[int, str]) -> bytes:
+def read_program(module: bytes, donated_places: list[int], shardings: dict[int, str]) -> bytes:
     """
     Make StableHLO of a serialized `HloModuleProto`: with the indices of arguments that results may take the place of,
     and how arguments are split over the chips, as HLO writes it, where the module does not say.
@@ -47,11 +47,11 @@ def read_program(module: bytes, donated: list[int], shardings: dict[int, str]) -
     computation = xla_client.XlaComputation(module)
     with mlir.make_ir_context():
         program = ir.Module.parse(xla_client._xla.mlir.xla_computation_to_mlir_module(computation))
-        mark_arguments(program, donated, shardings)
+        mark_arguments(program, donated_places, shardings)
         return mlir.module_to_bytecode(program)
 
 
-def mark_arguments(program, donated: list[int], shardings: dict[int, str]) -> None:
+def mark_arguments(program, donated_places: list[int], shardings: dict[int, str]) -> None:
     """Say in a module of StableHLO what [`read_program`] is told of its arguments. In the context of the module."""
     from jaxlib.mlir import ir
 
@@ -60,7 +60,7 @@ def mark_arguments(program, donated: list[int], shardings: dict[int, str]) -> No
         arguments = [{entry.name: entry.attr for entry in argument} for argument in main.attributes["arg_attrs"]]
     else:
         arguments = [{} for _ in main.regions[0].blocks[0].arguments]
-    for index in donated:
+    for index in donated_places:
         arguments[index]["jax.buffer_donor"] = ir.BoolAttr.get(True)
     for index, sharding in shardings.items():
         arguments[index]["mhlo.sharding"] = ir.StringAttr.get(sharding)

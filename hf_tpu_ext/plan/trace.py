@@ -199,10 +199,12 @@ class TracingMixin(EveryLengthMixin):
                 Argument(
                     roles.get(id(argument), "other"),
                     argument.numel() * argument.element_size(),
-                    donated,
+                    is_donated,
                     sharding,
                 )
-                for argument, donated, sharding in zip(module.arguments, module.donated, module.shardings, strict=True)
+                for argument, is_donated, sharding in zip(
+                    module.arguments, module.is_donated, module.shardings, strict=True
+                )
             ]
             self._traced[key] = TracedProgram(kind, shape, module.module, arguments, self.backend.num_chips)
             self._bar.update()

@@ -79,7 +79,7 @@ class ShardingPlan:
             id(parameter)
             for module in model.modules()
             if isinstance(module, LayerStack)
-            for parameter in module.stacked.values()
+            for parameter in module.tensors.values()
         }
         for name, parameter in model.named_parameters():
             shape = tuple(parameter.shape)

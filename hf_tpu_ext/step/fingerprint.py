@@ -141,9 +141,9 @@ class Fingerprint:
         self._reach = self._find_reach()
         tensors = (tensor for model in self._models for tensor in (*model.parameters(), *model.buffers()))
         self.tensors = [*dict.fromkeys(tensors)]
-        self._given = set(map(id, self.tensors))
+        self._tensor_ids = set(map(id, self.tensors))
         self._note_python()
-        self._noted = self._settings()
+        self._settings_before = self._settings()
 
     def _set_mode(self) -> None:
         for model in self._models[:1]:
@@ -158,7 +158,7 @@ class Fingerprint:
         self._of_modules: dict[int, bool] = {}
         self._dicts: list[dict] = []
         # Where writes are not counted: what people are shown, and what reads the entries.
-        self._uncounted: list[tuple[str, str, Callable[[], dict | tuple]]] = []
+        self._readers: list[tuple[str, str, Callable[[], dict | tuple]]] = []
         self._sets: list[tuple[str, set, frozenset]] = []
         self._arrays: list[tuple[str, np.ndarray, np.ndarray]] = []
         self._modules: list[nn.Module] = []
@@ -168,7 +168,7 @@ class Fingerprint:
             self._visit(root, name)
         for owner, (value, names) in self._reach.attributes.items():
             entries = vars(value)
-            self._uncounted.append((owner, _ATTRIBUTE, partial(_pick, entries, names)))
+            self._readers.append((owner, _ATTRIBUTE, partial(_pick, entries, names)))
             for name in names:
                 self._visit(entries.get(name), f"{owner}.{name}")
         for name, namespace in self._reach.namespaces.items():
@@ -181,8 +181,8 @@ class Fingerprint:
         # Whether a collection was replaced by one that is equal to it, and that is to be watched from now on.
         self._is_outdated = False
         self._writes = list(map(dict_version, self._dicts))
-        self._entries = list(map(self._watched, self._dicts))
-        self._uncounted_entries = [read() for _, _, read in self._uncounted]
+        self._entries = list(map(self._select_entries, self._dicts))
+        self._reader_entries = [read() for _, _, read in self._readers]
         self._classes = list(map(type, self._modules))
         self._of_parameters = list(map(_OF_PARAMETERS, self._parameters.values()))
         self._of_tensors = self._of_tensors_now()
@@ -194,7 +194,7 @@ class Fingerprint:
             if isinstance(value, nn.Parameter):
                 self._parameters[id(value)] = value
                 self._names.setdefault(id(value), (name, ""))
-            if self._memory_of is not None and id(value) not in self._given:
+            if self._memory_of is not None and id(value) not in self._tensor_ids:
                 self._tensors.setdefault(id(value), (name, value))
         elif isinstance(value, (tuple, frozenset)):
             for item in value:
@@ -209,7 +209,7 @@ class Fingerprint:
         elif isinstance(value, list):
             self._names[id(value)] = name, _ENTRY
             if value:
-                self._uncounted.append((name, _ENTRY, partial(tuple, value)))
+                self._readers.append((name, _ENTRY, partial(tuple, value)))
             else:
                 self._empty.append(value)
             for index, item in enumerate(value):
@@ -230,9 +230,9 @@ class Fingerprint:
         self._modules.append(module)
         self._of_modules[id(attributes)] = type(module).__module__.startswith(_OURS)
         self._dicts.append(attributes)
-        self._visit_items(attributes, name, _ATTRIBUTE, [*self._watched(attributes), *_HOOKS])
+        self._visit_items(attributes, name, _ATTRIBUTE, [*self._select_entries(attributes), *_HOOKS])
 
-    def _watched(self, entries: dict[Any, Any]) -> dict[Any, Any]:
+    def _select_entries(self, entries: dict[Any, Any]) -> dict[Any, Any]:
         """The entries of a dict that matter. Of the modules of this package, attributes that are their own do not."""
         ours = self._of_modules.get(id(entries))
         if ours is None:
@@ -250,7 +250,7 @@ class Fingerprint:
             self._dicts.append(entries)
         else:
             # One that keeps an order of its own may be reordered without a write.
-            self._uncounted.append((name, form, partial(dict, entries)))
+            self._readers.append((name, form, partial(dict, entries)))
         self._visit_items(entries, name, form, entries)
 
     def _visit_items(self, entries: dict, name: str, form: str, keys: Iterable[Any]) -> None:
@@ -275,8 +275,10 @@ class Fingerprint:
             # Upstream calls `model.train()` at each step, which may undo the change.
             self._set_mode()
             change = self._change_of_python()
-        if change is None and (now := self._settings()) != self._noted:
-            change = " and ".join(name for name, value in now.items() if value != self._noted[name]) + " changed"
+        if change is None and (now := self._settings()) != self._settings_before:
+            change = (
+                " and ".join(name for name, value in now.items() if value != self._settings_before[name]) + " changed"
+            )
         return change
 
     def _change_of_python(self) -> str | None:
@@ -286,57 +288,57 @@ class Fingerprint:
         for entries in filter(None, self._empty):
             return _compare(*self._names[id(entries)], entries, {})
         writes = list(map(dict_version, self._dicts))
-        written: Iterable[int] = range(len(writes))
+        places: Iterable[int] = range(len(writes))
         if COUNTS_ATTRIBUTES:
-            written = [] if writes == self._writes else compress(written, map(ne, writes, self._writes))
+            places = [] if writes == self._writes else compress(places, map(ne, writes, self._writes))
         changes = []
-        for place in written:
+        for place in places:
             if (change := self._changed_dict(place)) is None:
                 self._writes[place] = writes[place]
             else:
                 changes.append(change)
         if changes:
             return _first_of(changes)
-        for place, (name, form, read) in enumerate(self._uncounted):
-            now, before = read(), self._uncounted_entries[place]
+        for place, (name, form, read) in enumerate(self._readers):
+            now, before = read(), self._reader_entries[place]
             if _is_same(now, before):
                 continue
-            entries, noted = _by_key(now), _by_key(before)
-            if (change := _compare(name, form, entries, noted)) is not None:
+            entries, earlier = _by_key(now), _by_key(before)
+            if (change := _compare(name, form, entries, earlier)) is not None:
                 return change
-            self._uncounted_entries[place] = now
-            self._is_outdated |= _has_other_collections(entries, noted)
+            self._reader_entries[place] = now
+            self._is_outdated |= _has_other_collections(entries, earlier)
         classes = list(map(type, self._modules))
         if classes != self._classes:
             changes = zip(self._modules, classes, self._classes, strict=True)
-            module, now, noted = next(change for change in changes if change[1] is not change[2])
-            return f"`{self._names[id(module)][0]}` was a {noted.__name__}, is a {now.__name__}"
+            module, now, earlier = next(change for change in changes if change[1] is not change[2])
+            return f"`{self._names[id(module)][0]}` was a {earlier.__name__}, is a {now.__name__}"
         if self._is_outdated:
             self._note_python()
         return None
 
     def _changed_dict(self, place: int) -> str | None:
         """Compare a dict that was written to."""
-        entries, noted = self._watched(self._dicts[place]), self._entries[place]
-        change = _compare(*self._names[id(self._dicts[place])], entries, noted)
+        entries, earlier = self._select_entries(self._dicts[place]), self._entries[place]
+        change = _compare(*self._names[id(self._dicts[place])], entries, earlier)
         if change is None:
             self._entries[place] = entries
-            self._is_outdated |= _has_other_collections(entries, noted)
+            self._is_outdated |= _has_other_collections(entries, earlier)
         return change
 
     def _changed_set_or_tensor(self) -> str | None:
-        for name, members, noted in self._sets:
-            if members != noted:
-                return f"`{name}` was {_show(noted)}, is {_show(members)}"
-        for name, array, noted in self._arrays:
-            if not np.array_equal(array, noted):
+        for name, members, earlier in self._sets:
+            if members != earlier:
+                return f"`{name}` was {_show(earlier)}, is {_show(members)}"
+        for name, array, earlier in self._arrays:
+            if not np.array_equal(array, earlier):
                 return f"`{name}` has other numbers"
         # One at a time: many new tuples would have the garbage collector run.
         if not all(map(eq, map(_OF_PARAMETERS, self._parameters.values()), self._of_parameters)):
             changes = [
-                f"`{self._names[id(parameter)][0]}` {_describe_change(*noted[:2], *now[:2])}"
-                for parameter, noted in zip(self._parameters.values(), self._of_parameters, strict=True)
-                if (now := _OF_PARAMETERS(parameter))[:2] != noted[:2]
+                f"`{self._names[id(parameter)][0]}` {_describe_change(*earlier[:2], *now[:2])}"
+                for parameter, earlier in zip(self._parameters.values(), self._of_parameters, strict=True)
+                if (now := _OF_PARAMETERS(parameter))[:2] != earlier[:2]
             ]
             if changes:
                 return _first_of(changes)
@@ -345,8 +347,10 @@ class Fingerprint:
         if (versions, memory) == self._of_tensors:
             return None
         names = [name for name, _ in self._tensors.values()]
-        changed = [name for name, now, noted in zip(names, versions, self._of_tensors[0], strict=True) if now != noted]
-        return f"the tensor `{changed[0] if changed else '` or `'.join(names)}` has other numbers"
+        changed_names = [
+            name for name, now, earlier in zip(names, versions, self._of_tensors[0], strict=True) if now != earlier
+        ]
+        return f"the tensor `{changed_names[0] if changed_names else '` or `'.join(names)}` has other numbers"
 
 
 def compile_alone(
@@ -371,13 +375,13 @@ def _pick(entries: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: entries.get(name, _ABSENT) for name in names}
 
 
-def _is_same(entries: dict[Any, Any] | tuple, noted: dict[Any, Any] | tuple) -> bool:
+def _is_same(entries: dict[Any, Any] | tuple, earlier: dict[Any, Any] | tuple) -> bool:
     """Whether the entries, and their keys, are the same objects. There may be hundreds, and mostly they are."""
-    if len(entries) != len(noted):
+    if len(entries) != len(earlier):
         return False
     if isinstance(entries, tuple):
-        return all(map(is_, entries, noted))
-    return all(map(is_, entries, noted)) and all(map(is_, entries.values(), noted.values()))
+        return all(map(is_, entries, earlier))
+    return all(map(is_, entries, earlier)) and all(map(is_, entries.values(), earlier.values()))
 
 
 def _first_of(changes: list[str]) -> str:
@@ -390,12 +394,12 @@ def _describe_change(was_trained: bool, dtype: torch.dtype, is_trained: bool, ot
     return f"was {dtype_name(dtype)}, is {dtype_name(other)}"
 
 
-def _has_other_collections(entries: Mapping[Any, Any], noted: Mapping[Any, Any]) -> bool:
-    return any(value is not noted[key] and isinstance(value, _COLLECTIONS) for key, value in entries.items())
+def _has_other_collections(entries: Mapping[Any, Any], earlier: Mapping[Any, Any]) -> bool:
+    return any(value is not earlier[key] and isinstance(value, _COLLECTIONS) for key, value in entries.items())
 
 
-def _compare(owner: str, form: str, entries: Mapping[Any, Any], noted: Mapping[Any, Any]) -> str | None:
-    for key, before in noted.items():
+def _compare(owner: str, form: str, entries: Mapping[Any, Any], earlier: Mapping[Any, Any]) -> str | None:
+    for key, before in earlier.items():
         now = entries.get(key, _ABSENT)
         if now is before or _is_equal(now, before):
             continue
@@ -406,13 +410,13 @@ def _compare(owner: str, form: str, entries: Mapping[Any, Any], noted: Mapping[A
             return f"{name} was {_show(before)}, is {_show(now)}"
         return f"{name} was replaced"
     for key in entries:
-        if key not in noted:
+        if key not in earlier:
             return f"`{form.format(owner, key)}` was added"
     return None
 
 
-def _is_equal(now: Any, noted: Any) -> bool:
-    return type(now) is type(noted) and is_plain(now) and is_plain(noted) and now == noted
+def _is_equal(now: Any, before: Any) -> bool:
+    return type(now) is type(before) and is_plain(now) and is_plain(before) and now == before
 
 
 def _show(value: Any) -> str:

@@ -36,13 +36,13 @@ class LazyAdamW(torch.optim.AdamW):
         #: Whether the program of the step under way has updated the weights: [`~LazyAdamW.step`] then counts that only.
         self.is_done = False
         #: The states of the parameters that were updated last.
-        self.updated: Sequence[dict[str, torch.Tensor]] = ()
+        self.updated_states: Sequence[dict[str, torch.Tensor]] = ()
         # The row among those of a group in the numbers of the next update, by the identity of a parameter's state.
         self._row_of: dict[int, int] = {}
         # The parameters for which there was state when it was looked at last, and for how many.
         self._complete: tuple[list[int], int] = [], 0
         # The state of each parameter as it was known last, and how often it was another.
-        self._known: list[dict[str, torch.Tensor]] = []
+        self._states: list[dict[str, torch.Tensor]] = []
         self._others = 0
         # Their step counters: views of one tensor, so that counting is one operator, and reading them another.
         self._counters: list[torch.Tensor] = []
@@ -123,7 +123,7 @@ class LazyAdamW(torch.optim.AdamW):
         # There may be some that no step uses, and those that were frozen. The first step has as many rows, to be the same program.
         by_count += [0.0] * (2 - len(by_count))
         row_of = {count: row for row, count in reversed([*enumerate(by_count)])}
-        counts = zip(self._known, self._counts.tolist(), strict=True)
+        counts = zip(self._states, self._counts.tolist(), strict=True)
         self._row_of = {id(state): row_of[count] for state, count in counts}
         share = None if self.average is None else 1 - self.average.next_decay()
         rows = [self._numbers_of(group, count + 1, share) for group in self.param_groups for count in by_count]
@@ -141,16 +141,16 @@ class LazyAdamW(torch.optim.AdamW):
     def update(self, numbers: torch.Tensor) -> None:
         """Update every parameter that has a gradient, and the average of the weights, by [`~LazyAdamW.numbers`] on the device."""
         rows = [row.unbind() for row in numbers[0].unbind()]
-        self.updated = []
+        self.updated_states = []
         for number, group in enumerate(self.param_groups):
             first = number * len(rows) // len(self.param_groups)
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     state = self.state[parameter]
-                    self.updated.append(state)
+                    self.updated_states.append(state)
                     row = rows[first + self._row_of[id(state)]]
                     update_adamw(group, parameter, parameter.grad, state, row)
-        if self.updated and self.average is not None:
+        if self.updated_states and self.average is not None:
             # All weights: those without a gradient stay as they are, and their average comes closer.
             self.average.update(rows[0][-1])
 
@@ -170,10 +170,10 @@ class LazyAdamW(torch.optim.AdamW):
         """What an update reads and writes."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return [*parameters, *gradients, *self.kept]
+        return [*parameters, *gradients, *self.state_tensors]
 
     @property
-    def kept(self) -> list[torch.Tensor]:
+    def state_tensors(self) -> list[torch.Tensor]:
         """What an update reads and writes besides parameters and gradients: moments, and the average of the weights."""
         moments = [state[name] for state in self.state.values() for name in ("exp_avg", "exp_avg_sq")]
         return moments if self.average is None else [*moments, *self.average.values.values()]
@@ -181,10 +181,10 @@ class LazyAdamW(torch.optim.AdamW):
     def _count(self) -> None:
         """Count an update of what was updated last."""
         self._follow_state()
-        if are_same(self.updated, self._known):
+        if are_same(self.updated_states, self._states):
             self._counts += 1
-        elif self.updated:
-            torch._foreach_add_([state["step"] for state in self.updated], 1)
+        elif self.updated_states:
+            torch._foreach_add_([state["step"] for state in self.updated_states], 1)
 
     def settings(self) -> Hashable:
         """
@@ -200,23 +200,23 @@ class LazyAdamW(torch.optim.AdamW):
         self._follow_state()
         steps = self._counts.tolist()
         # Which parameters have taken equally many steps.
-        seen: dict[float, int] = {}
-        pattern = tuple(seen.setdefault(step, len(seen)) for step in steps) if len(set(steps)) > 1 else None
+        numbers: dict[float, int] = {}
+        pattern = tuple(numbers.setdefault(step, len(numbers)) for step in steps) if len(set(steps)) > 1 else None
         return self._others, groups, pattern
 
     def _follow_state(self) -> None:
         """Keep all step counters in one tensor, also where the state is another than before."""
         states = self.state.values()
-        is_known = are_same(self._known, states)
+        is_known = are_same(self._states, states)
         if is_known and all(map(is_, self._counters, map(itemgetter("step"), states))):
             return
         if not is_known:
-            self._known = list(states)
+            self._states = list(states)
             self._others += 1
             self._complete = [], 0
-        self._counts = torch.stack([state["step"] for state in self._known]) if self._known else torch.zeros(0)
+        self._counts = torch.stack([state["step"] for state in self._states]) if self._states else torch.zeros(0)
         self._counters = list(self._counts.unbind())
-        for state, counter in zip(self._known, self._counters, strict=True):
+        for state, counter in zip(self._states, self._counters, strict=True):
             state["step"] = counter
 
 
@@ -245,8 +245,8 @@ def update_adamw(
     exp_avg = torch.lerp(first, grad, 1 - beta1)
     exp_avg_sq = torch.addcmul(second * beta2, grad, grad, value=1 - beta2)
     step = exp_avg / (exp_avg_sq.sqrt() / correction2_sqrt + group["eps"]) * step_size
-    decayed = value * decay if group["weight_decay"] else value
-    parameter.copy_(decayed - step)
+    decayed_value = value * decay if group["weight_decay"] else value
+    parameter.copy_(decayed_value - step)
     moments["exp_avg"].copy_(exp_avg)
     moments["exp_avg_sq"].copy_(exp_avg_sq)
 
@@ -264,8 +264,8 @@ def place_loaded(backend: Backend, optimizer: torch.optim.Optimizer, state_dict:
     groups = zip(state_dict["param_groups"], optimizer.param_groups, strict=False)
     of_number = {
         number: parameter
-        for saved, group in groups
-        for number, parameter in zip(saved["params"], group["params"], strict=False)
+        for saved_group, group in groups
+        for number, parameter in zip(saved_group["params"], group["params"], strict=False)
     }
     state = {
         number: {name: place_moment(backend, value, of_number[number]) for name, value in values.items()}
@@ -305,24 +305,24 @@ def follow_placed(
     Have an optimizer, with its groups and state, update the parameters that a model has where it is now, in the place of those by
     the same names that it had `before`: to move a model to XLA makes other parameters.
     """
-    placed = dict(model.named_parameters())
-    moved = {parameter: placed[name] for name, parameter in before.items() if name in placed}
+    new_parameters = dict(model.named_parameters())
+    new_of = {parameter: new_parameters[name] for name, parameter in before.items() if name in new_parameters}
     for group in optimizer.param_groups:
-        group["params"] = [moved.get(parameter, parameter) for parameter in group["params"]]
+        group["params"] = [new_of.get(parameter, parameter) for parameter in group["params"]]
     for parameter in [*optimizer.state]:
-        if parameter in moved:
+        if parameter in new_of:
             state = optimizer.state.pop(parameter)
-            optimizer.state[moved[parameter]] = {
+            optimizer.state[new_of[parameter]] = {
                 # Numbers of steps stay on the host.
-                name: value.to(moved[parameter].device) if isinstance(value, torch.Tensor) and value.ndim else value
+                name: value.to(new_of[parameter].device) if isinstance(value, torch.Tensor) and value.ndim else value
                 for name, value in state.items()
             }
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
     """Refuse (`ValueError`) an optimizer that updates other parameters than those of the model."""
-    placed = {id(parameter) for parameter in model.parameters()}
-    if all(id(parameter) in placed for group in optimizer.param_groups for parameter in group["params"]):
+    placed_ids = {id(parameter) for parameter in model.parameters()}
+    if all(id(parameter) in placed_ids for group in optimizer.param_groups for parameter in group["params"]):
         return
     in_trainer = (
         "make the optimizer from self.model in an override of create_optimizer, and its schedule from self.optimizer in one of "

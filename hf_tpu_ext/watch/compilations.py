@@ -71,7 +71,7 @@ class _ProgramHistory:
     runs: int = 0
     num_warnings: int = 0
     #: Place in the events of a recompile whose cause is not found yet.
-    unexplained: int | None = None
+    open_event: int | None = None
     dependencies: list[Dependencies] = field(default_factory=list)
     #: Says what Python may read otherwise than when it was compiled last, as a clause.
     find_change: Callable[[], str | None] | None = None
@@ -137,7 +137,7 @@ class ProgramWatch:
         self._compare = 0
         self._cut: SourceLine | None = None
         # Whether all compilations have ended. Where operators are programs, the runtime compiles them while Python goes on.
-        self._settled = True
+        self._is_settled = True
         #: Optimizer step under way, from 1; `None` outside of training.
         self.step: int | None = None
         self.recompiles = 0
@@ -145,15 +145,15 @@ class ProgramWatch:
         self.events: list[ProgramEvent] = []
         self._first = 0
 
-    def begin(self, traced: bool) -> None:
+    def begin(self, is_traced: bool) -> None:
         """Begin a training run. Where steps are traced, code of the user's may record something else each time."""
         self.step = None
-        self._backend.insight.note_lines(traced)
+        self._backend.insight.note_lines(is_traced)
 
     def count_from_here(self) -> None:
         """What was compiled until now is not of the run that begins."""
         self.note_others()
-        self._settled = True
+        self._is_settled = True
         self._first = len(self.events)
 
     def expect_others(self) -> None:
@@ -191,7 +191,7 @@ class ProgramWatch:
         if run == self._backend.end_step and self._backend.compiles_operators:
             if history.runs and not settle:
                 return None
-            run, self._settled = self._backend.wait, True
+            run, self._is_settled = self._backend.wait, True
         else:
             self.note_others()
         operations = self._list_operations(history, is_recorded=run != self._backend.end_step)
@@ -220,7 +220,7 @@ class ProgramWatch:
             seconds = self._note_event(kind, shape, cause)
             again = f"recompilation of the {kind} for batches of {format_size(shape)} ({seconds:.1f} s)"
             self._warn(history, f"{where}: {again}", cause)
-        elif history.unexplained is not None and operations is not None:
+        elif history.open_event is not None and operations is not None:
             self._explain_later(kind, history, operations)
         if operations is not None:
             history.operations = operations
@@ -233,8 +233,8 @@ class ProgramWatch:
         """
         count = self._backend.compiles() - self._compiles
         if self._backend.compiles_operators:
-            settled, self._settled = self._settled, False
-            if not settled:
+            is_settled, self._is_settled = self._is_settled, False
+            if not is_settled:
                 # Those of a step that has not been counted are among them.
                 return
         if not count:
@@ -274,10 +274,10 @@ class ProgramWatch:
 
     def _list_operations(self, history: _ProgramHistory, is_recorded: bool) -> Listing | None:
         """The program about to run, where it is to be compared with others: listing it takes longer than a step."""
-        left = 0 if is_recorded else _FIRST_RUNS - history.runs
-        is_listed = self._compare > 0 or left > 0
+        num_left = 0 if is_recorded else _FIRST_RUNS - history.runs
+        is_listed = self._compare > 0 or num_left > 0
         self._compare = max(0, self._compare - 1)
-        self._backend.insight.note_lines(self._compare > 0 or left > 1)
+        self._backend.insight.note_lines(self._compare > 0 or num_left > 1)
         return self._backend.insight.operations(self._find_results()) if is_listed else None
 
     def _find_cause(
@@ -301,7 +301,7 @@ class ProgramWatch:
         if cause is None:
             self._compare = _COMPARED_STEPS
             self._backend.insight.note_lines(True)
-            history.unexplained = len(self.events)
+            history.open_event = len(self.events)
             cause = Cause(
                 "batch, parameters, settings and optimizer are unchanged, so a Python number or a branch changed"
                 + (f" in {own_code}" if (own_code := self._find_own_code()) else ""),
@@ -314,7 +314,7 @@ class ProgramWatch:
         cause = history.compare(operations)
         if cause is None:
             return
-        index, history.unexplained = history.unexplained, None
+        index, history.open_event = history.open_event, None
         event = self.events[index] = replace(self.events[index], cause=cause.what)
         logger.warning(f"step {event.step}: cause of the recompilation of the {kind}: {cause.what}. {cause.advice}")
 
@@ -326,10 +326,10 @@ class ProgramWatch:
         """Note a program, which by default took all seconds of compiling since the last one. Returns its seconds."""
         counters = self._backend.counters()
         seconds = (counters - self._spent).compile_seconds if seconds is None else seconds
-        compiled = (counters - self._spent).loads < max(1, self._backend.compiles() - self._compiles)
+        is_compiled = (counters - self._spent).loads < max(1, self._backend.compiles() - self._compiles)
         self._spent, self._compiles = counters, self._backend.compiles()
         self.events.append(
-            ProgramEvent(self.step, kind, shape, seconds, compiled, None if cause is None else cause.what)
+            ProgramEvent(self.step, kind, shape, seconds, is_compiled, None if cause is None else cause.what)
         )
         return seconds
 
@@ -353,15 +353,15 @@ class ProgramWatch:
         if not again:
             return None
         causes = Counter(event.cause for event in again)
-        named = "; ".join(f"{cause} ({count}x)" for cause, count in causes.most_common(3))
-        return f"Recompilations: {len(again)} in {sum(event.seconds for event in again):.1f} s. {named}"
+        text = "; ".join(f"{cause} ({count}x)" for cause, count in causes.most_common(3))
+        return f"Recompilations: {len(again)} in {sum(event.seconds for event in again):.1f} s. {text}"
 
     @contextmanager
     def _compiling(self, what: str) -> Iterator[None]:
         if self._quiet:
             yield
             return
-        done = threading.Event()
+        is_done = threading.Event()
         start, compiles = time.monotonic(), self._backend.compiles()
         bar = tqdm(total=0, bar_format="{desc}", leave=False, desc=f"compiling the {what}", file=sys.stderr)
 
@@ -369,7 +369,7 @@ class ProgramWatch:
         seconds = 1.0 if sys.stderr.isatty() else 60.0
 
         def tick() -> None:
-            while not done.wait(seconds):
+            while not is_done.wait(seconds):
                 bar.set_description_str(f"compiling the {what}: {time.monotonic() - start:.0f} s")
 
         ticker = threading.Thread(target=tick, daemon=True)
@@ -377,7 +377,7 @@ class ProgramWatch:
         try:
             yield
         finally:
-            done.set()
+            is_done.set()
             ticker.join()
             bar.close()
         verb = "compiled" if self._backend.compiles() > compiles else "found"

@@ -415,9 +415,9 @@ def test_copies_have_buffers_of_their_own(xla, values):
     assert len(set(buffers)) == 6
     for made in (lazy, inferred, cloned, deep, filled):
         assert made.dtype == values.dtype and torch.equal(made.cpu(), values)
-    assert not xla.programs.aliased([tensor])
+    assert not xla.programs.find_aliases([tensor])
     held = tensor.detach()
-    assert xla.programs.aliased([tensor, cloned]) == {0} and held is not None
+    assert xla.programs.find_aliases([tensor, cloned]) == {0} and held is not None
 
 
 @pytest.mark.parametrize("enabled", [True, False])

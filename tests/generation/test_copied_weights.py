@@ -48,14 +48,14 @@ def test_on_tpu_layers_of_a_loop_have_theirs_one_by_one(xla, of_tpu):
     copied = CopiedWeights(of_tpu, xla)
     made = xla.fetch(copied.make())
     assert len(copied) == len(made) == PARAMETERS * LAYERS
-    parts = [part for parameter in xla.fetch(list(of_tpu.model.layers.stacked.values())) for part in parameter]
+    parts = [part for parameter in xla.fetch(list(of_tpu.model.layers.tensors.values())) for part in parameter]
     assert all(map(torch.equal, made, parts))
 
 
 def test_under_autocast_matrices_of_linear_layers_have_its_dtype(xla, of_tpu):
     with torch.autocast("xla", torch.bfloat16):
         made = CopiedWeights(of_tpu, xla).make()
-    for (name, parameter), copy in zip(of_tpu.model.layers.stacked.items(), made[::LAYERS], strict=True):
+    for (name, parameter), copy in zip(of_tpu.model.layers.tensors.items(), made[::LAYERS], strict=True):
         assert copy.dtype == (torch.bfloat16 if name.endswith("proj.weight") else torch.float32), name
         assert torch.equal(xla.fetch(copy), xla.fetch(parameter)[0].to(copy.dtype))
 
@@ -76,7 +76,7 @@ def test_text_is_the_same_on_tpu_too(xla, of_tpu, monkeypatch, dtype):
 
 
 def test_nothing_is_copied_without_room(xla, of_tpu, monkeypatch):
-    needed = sum(parameter.nbytes for parameter in of_tpu.model.layers.stacked.values())
+    needed = sum(parameter.nbytes for parameter in of_tpu.model.layers.tensors.values())
     for memory, count in ((4 * needed, PARAMETERS * LAYERS), (4 * needed - 1, 0), (None, 0)):
         monkeypatch.setattr(XLABackend, "memory_per_chip", memory)
         assert len(CopiedWeights(of_tpu, xla)) == count

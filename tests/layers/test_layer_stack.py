@@ -98,7 +98,7 @@ def forward_and_backward(xla, model, policy=None, dtype=None):
         prefix = "model.layers."
         runs = [pattern.numbers(run) for pattern in stack.patterns for run in range(len(pattern.runs))]
         numbers_of = {numbers[0]: numbers for numbers in runs}
-        for name in (name for name in stack.stacked if prefix + name in gradients):
+        for name in (name for name in stack.tensors if prefix + name in gradients):
             first, _, rest = name.partition(".")
             for number, part in zip(numbers_of[int(first)], gradients.pop(prefix + name), strict=True):
                 gradients[f"{prefix}{number}.{rest}"] = part
@@ -293,7 +293,7 @@ def test_dropout_is_drawn_the_same_way_twice_and_anew_for_each_layer(xla):
     for layer in stack[:3]:
         output = layer(output)
     output.sum().backward()
-    output, gradient, drawn = xla.fetch([output, hidden.grad, stack.stacked["0.weight"].grad])
+    output, gradient, drawn = xla.fetch([output, hidden.grad, stack.tensors["0.weight"].grad])
     # Each layer and the input keep a half, and double it: what is left is 16, and so is its gradient.
     assert torch.equal(output, gradient)
     assert set(output.unique().tolist()) == {0.0, 16.0}
@@ -380,7 +380,7 @@ def test_state_dict_of_a_pattern_is_that_of_the_layers(xla, load_alternating):
     parent.layers = stack = LayerStack(layers, xla, "full", patterns=patterns_of(xla, model))
     stack.stack()
     assert stack.patterns == [(0, (2, 1), 2), (6, (2,), 1)]
-    assert [len(stack.stacked[f"{number}.mlp.up_proj.weight"]) for number in (0, 2, 6)] == [4, 2, 2]
+    assert [len(stack.tensors[f"{number}.mlp.up_proj.weight"]) for number in (0, 2, 6)] == [4, 2, 2]
     assert_holds(model.state_dict(), expected)
     assert_loads_and_unstacks(model, parent, layers, expected)
 

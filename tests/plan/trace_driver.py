@@ -69,7 +69,7 @@ if how == "train":
     hash_traced = xla_programs.XLAPrograms.hash_traced
 
     def note_and_hash(programs, traced):
-        note(traced.results, traced.donated)
+        note(traced.results, traced.is_donated)
         return hash_traced(programs, traced)
 
     xla_programs.XLAPrograms.hash_traced = note_and_hash
@@ -84,7 +84,9 @@ else:
 
     torch_xla._XLAC._get_xla_tensors_hlo_proto = note_and_write
     programs, _ = trace_run(train)
-    donated = [[index for index, argument in enumerate(program.arguments) if argument.donated] for program in programs]
+    donated = [
+        [index for index, argument in enumerate(program.arguments) if argument.is_donated] for program in programs
+    ]
     # A tensor without a value cannot be marked as split. It is noted beside the module.
     beside = [
         {str(index): argument.sharding for index, argument in enumerate(program.arguments) if argument.sharding}

@@ -24,7 +24,7 @@ class Shown(TrainerCallback):
 
     def on_log(self, args, state, control, logs, **kwargs):
         status = self.trainer.status
-        now = Counter() if status is None else status.clock.elapsed()
+        now = Counter() if status is None else status.clock.copy_seconds()
         self.logs.append({**logs, "phases": now - self._until})
         self._until = now
 

@@ -45,16 +45,16 @@ class _StateAsArguments(TorchDispatchMode):
 class TorchTPUCompiledFunction(CompiledFunction):
     """A function on torch_tpu. Where it cannot be traced, operators are run one by one."""
 
-    def __call__(self, data: Mapping[Hashable, Any], run: Callable[..., Any], **fixed: Hashable) -> Any:
+    def __call__(self, data: Mapping[Hashable, Any], run: Callable[..., Any], **static_args: Hashable) -> Any:
         self.replays = False
         if self.traced is None:
             self._follow()
         if self.traced is None:
             tensors = [leaf for leaf in tree_leaves(dict(data)) if isinstance(leaf, Tensor)]
-            key = (*fixed.items(), *describe_batch(data).items())
+            key = (*static_args.items(), *describe_batch(data).items())
             try:
                 if key not in self._programs:
-                    return run(run=partial(self._run_first, key, data, tensors, fixed))
+                    return run(run=partial(self._run_first, key, data, tensors, static_args))
                 results = self._programs[key](self._state(), tensors)
             except CannotReplay as error:
                 self.refuse(str(error))
@@ -62,24 +62,26 @@ class TorchTPUCompiledFunction(CompiledFunction):
                 self.replays = True
                 self._backend.replays += 1
                 return results
-        results = self._function(data, **fixed)
+        results = self._function(data, **static_args)
         run()
         return results
 
     def _run_first(
-        self, key: Hashable, data: Mapping[Hashable, Any], tensors: list[Tensor], fixed: Mapping[str, Any]
+        self, key: Hashable, data: Mapping[Hashable, Any], tensors: list[Tensor], static_args: Mapping[str, Any]
     ) -> Any:
-        self._programs[key] = program = self._compile(data, tensors, fixed)
+        self._programs[key] = program = self._compile(data, tensors, static_args)
         return program(self._state(), tensors)
 
-    def _compile(self, data: Mapping[Hashable, Any], tensors: list[Tensor], fixed: Mapping[str, Any]) -> Callable:
+    def _compile(
+        self, data: Mapping[Hashable, Any], tensors: list[Tensor], static_args: Mapping[str, Any]
+    ) -> Callable:
         state, random_state = self._state(), read_random_state()
 
-        def traced(of_state: list[Tensor], of_data: list[Tensor]) -> Any:
+        def traceable(of_state: list[Tensor], of_data: list[Tensor]) -> Any:
             arguments = iter(of_data)
             batch = tree_map_only(Tensor, lambda _: next(arguments), dict(data))
             with _StateAsArguments(state, of_state), self._fingerprint.trace():
-                results = self._function(batch, **fixed)
+                results = self._function(batch, **static_args)
             if self._fingerprint.code is not None:
                 raise CannotReplay(self._fingerprint.code)
             if not self._draws_on_host and read_random_state() != random_state:
@@ -91,7 +93,7 @@ class TorchTPUCompiledFunction(CompiledFunction):
         # Layers that are compiled by themselves are a part of the whole here.
         with _keeping_gradients(state), self._backend.as_written():
             try:
-                return self._backend.compile_function(traced, [[tensor.detach() for tensor in state], tensors])
+                return self._backend.compile_function(traceable, [[tensor.detach() for tensor in state], tensors])
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise CannotReplay(SYNCS) from error
 

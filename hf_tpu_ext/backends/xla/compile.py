@@ -43,11 +43,11 @@ class Traced:
     inputs: list[int | torch.Tensor]
     #: Of what the function returns: for each tensor a place among state and data, or `None` where it is computed; and the structure,
     #: with `_TENSOR` in the place of tensors.
-    returned: list[int | None]
+    output_places: list[int | None]
     structure: Any
 
     @property
-    def donated(self) -> list[bool]:
+    def is_donated(self) -> list[bool]:
         """For each argument, whether its buffer is given to the program: a result takes its place."""
         written_places = set(self.written_places)
         return [isinstance(place, int) and place in written_places for place in self.inputs]
@@ -55,7 +55,7 @@ class Traced:
     @property
     def given_away(self) -> list[torch.Tensor]:
         """The arguments whose buffers are given to the program."""
-        return list(compress(self.values, self.donated))
+        return list(compress(self.values, self.is_donated))
 
 
 @dataclass(eq=False)
@@ -65,12 +65,12 @@ class Executable:
     handle: bytes
     inputs: list[int | torch.Tensor]
     written_places: list[int]
-    returned: list[int | None]
+    output_places: list[int | None]
     structure: Any
     #: Graphs compiled so far when it was run last.
     compiles: int
     #: Whether a second trace was the same.
-    checked: bool = False
+    is_checked: bool = False
 
     @property
     def _places(self) -> list[int | None]:
@@ -93,23 +93,23 @@ class Executable:
         """Whether torch_xla still has it, where so many graphs were compiled: it drops the one that was not used for longest."""
         return compiles - self.compiles < int(os.environ.get("XLA_COMPILATION_CACHE_SIZE", 2048))
 
-    def run(self, tensors: Sequence[torch.Tensor], aliased: Collection[int]) -> Any:
-        """Run it with the `tensors` of state and data. Those at places in `aliased` share their memory with others."""
+    def run(self, tensors: Sequence[torch.Tensor], aliases: Collection[int]) -> Any:
+        """Run it with the `tensors` of state and data. Those at places in `aliases` share their memory with others."""
         *arguments, _ = self._pick([*self._constants, *tensors])
         results = iter(graphs.run_graph(self.handle, arguments))
-        self.take(results, tensors, aliased)
-        return self.fill(next(results) if place is None else tensors[place] for place in self.returned)
+        self.take(results, tensors, aliases)
+        return self.fill(next(results) if place is None else tensors[place] for place in self.output_places)
 
     def fill(self, tensors: Iterable[torch.Tensor]) -> Any:
         """What the function returns, with these tensors."""
         tensors = iter(tensors)
         return tree_map(lambda leaf: next(tensors) if leaf is _TENSOR else leaf, self.structure)
 
-    def take(self, results: Iterator[torch.Tensor], tensors: Sequence[torch.Tensor], aliased: Collection[int]) -> None:
+    def take(self, results: Iterator[torch.Tensor], tensors: Sequence[torch.Tensor], aliases: Collection[int]) -> None:
         """Give the state its new values, which are the first results."""
         for place in self.written_places:
             result = next(results)
-            if place in aliased:
+            if place in aliases:
                 # Slower, and those that share its memory follow.
                 tensors[place].detach().copy_(result)
             else:
@@ -120,9 +120,9 @@ class Executable:
         """How another trace of the same function differs, as a clause; `None` if it does not matter."""
         if self.handle != other.handle:
             return "the graph has changed"
-        if (self.written_places, self.returned, self.structure) != (
+        if (self.written_places, self.output_places, self.structure) != (
             other.written_places,
-            other.returned,
+            other.output_places,
             other.structure,
         ):
             return "the results of the graph have changed"
@@ -152,14 +152,14 @@ class Trace:
         # The same data may stand in two of them.
         if len(set(self._buffers[: len(self._state)])) < len(self._state):
             raise CannotReplay("two tensors of the training state share a buffer")
-        self._sent: set[int] = set()
+        self._sent_buffers: set[int] = set()
         self._before = read_random_state(), graphs.read_seed(), backend.counters()
         graphs.pending.begin_trace(self)
 
     def note_sent(self, tensors: Sequence[torch.Tensor]) -> None:
         """Note tensors that were sent to the device meanwhile."""
         self._held_tensors += graphs.hold_buffers(tensors)
-        self._sent.update(graphs.identify_buffers(tensors))
+        self._sent_buffers.update(graphs.identify_buffers(tensors))
 
     def undo(self) -> None:
         """Give the state the values that it had before, where the trace has failed."""
@@ -168,9 +168,9 @@ class Trace:
             if buffer in by_buffer:
                 tensor.data = by_buffer[buffer]
 
-    def drop(self, traced: Traced) -> None:
+    def drop(self, graph: Traced) -> None:
         """Forget what was traced."""
-        for tensor in traced.results:
+        for tensor in graph.results:
             tensor.data = self._backend.send(torch.zeros(0, dtype=tensor.dtype))
         self.undo()
 
@@ -199,10 +199,10 @@ class Trace:
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         if any(leaf.device.type != self._backend.device.type for leaf in leaves):
             raise CannotReplay("a result is on the host")
-        named, size = [*state, *leaves], len(self._state)
-        is_computed = graphs.find_pending(named)
-        for before, after, computed in zip(self._state, state, is_computed[:size], strict=True):
-            if before is not after and not computed:
+        tensors, size = [*state, *leaves], len(self._state)
+        is_computed = graphs.find_pending(tensors)
+        for before, after, is_pending in zip(self._state, state, is_computed[:size], strict=True):
+            if before is not after and not is_pending:
                 raise CannotReplay(REPLACES_STATE)
         others = graphs.count_pending(self._backend.device) - sum(is_computed)
         if others:
@@ -210,21 +210,23 @@ class Trace:
                 f"{others} tensors are computed in a step that are not part of the training state, for example by a hook "
                 "or a callback that keeps an activation"
             )
-        places = list(compress(range(len(named)), is_computed))
-        replaced = [self._buffers[place] if place < size else None for place in places]
-        order, values, buffers = graphs.sort_results([named[place] for place in places], replaced)
-        if not self._sent.isdisjoint(buffers):
+        places = list(compress(range(len(tensors)), is_computed))
+        old_buffers = [self._buffers[place] if place < size else None for place in places]
+        order, values, buffers = graphs.sort_results([tensors[place] for place in places], old_buffers)
+        if not self._sent_buffers.isdisjoint(buffers):
             raise CannotReplay("a host-to-device transfer within a step")
         inputs = [self._places.get(buffer, value) for value, buffer in zip(values, buffers, strict=True)]
-        results = [named[places[index]] for index in order]
+        results = [tensors[places[index]] for index in order]
         written_places = [places[index] for index in order if places[index] < size]
         structure = tree_map_only(torch.Tensor, lambda _: _TENSOR, output)
         return Traced(results, written_places, values, inputs, self._places_of(leaves, is_computed[size:]), structure)
 
     def _places_of(self, leaves: Sequence[torch.Tensor], is_computed: Sequence[bool]) -> list[int | None]:
         # Labels, for example, may be those of the batch.
-        own_buffers = iter(graphs.identify_buffers(list(compress(leaves, [not computed for computed in is_computed]))))
-        places = [None if computed else self._places.get(next(own_buffers), -1) for computed in is_computed]
+        own_buffers = iter(
+            graphs.identify_buffers(list(compress(leaves, [not is_pending for is_pending in is_computed])))
+        )
+        places = [None if is_pending else self._places.get(next(own_buffers), -1) for is_pending in is_computed]
         if -1 in places:
             raise CannotReplay("a result does not depend on the batch")
         return places
@@ -240,35 +242,35 @@ class XLACompiledFunction(CompiledFunction):
         super().__init__(*args, **kwargs)
         # Those whose second trace was not like the first.
         self._unlike: set[Hashable] = set()
-        self._aliased: set[int] = set()
+        self._aliases: set[int] = set()
         self._placements: tuple[str, ...] = ()
 
-    def __call__(self, data: Mapping[Hashable, Any], run: Callable[..., Any], **fixed: Hashable) -> Any:
+    def __call__(self, data: Mapping[Hashable, Any], run: Callable[..., Any], **static_args: Hashable) -> Any:
         self._backend.flush()
         self.replays = False
         if self.traced is None:
             self._follow()
         if self.traced is not None:
-            return self._run_traced(data, run, fixed)
+            return self._run_traced(data, run, static_args)
         tensors = [leaf for leaf in tree_leaves(dict(data)) if isinstance(leaf, torch.Tensor)]
         try:
             state, compiles = self._state(), self._backend.compiles()
-            key = (*fixed.items(), self._follow_placements(state))
+            key = (*static_args.items(), self._follow_placements(state))
             key += tuple(describe_batch(data).items())
             program = self._programs.get(key)
-            if program is None or not program.checked or not program.is_kept(compiles):
-                return self._trace(key, program, state, data, tensors, run, fixed)
+            if program is None or not program.is_checked or not program.is_kept(compiles):
+                return self._trace(key, program, state, data, tensors, run, static_args)
             results = self._replay(program, state, tensors)
         except CannotReplay as error:
             self.refuse(str(error))
-            return self._run_traced(data, run, fixed)
+            return self._run_traced(data, run, static_args)
         self.replays, program.compiles = True, compiles
         return results
 
     def _replay(self, program: Executable, state: list[torch.Tensor], data: list[torch.Tensor]) -> Any:
         try:
             with graphs.replaying():
-                return program.run([*state, *data], self._find_aliased(state))
+                return program.run([*state, *data], self._find_aliases(state))
         except (AttributeError, TypeError, RuntimeError) as error:
             self._raise_after(error, program, state)
 
@@ -287,16 +289,16 @@ class XLACompiledFunction(CompiledFunction):
             self._placements = placements
         return self._placements
 
-    def _find_aliased(self, state: Sequence[torch.Tensor]) -> set[int]:
+    def _find_aliases(self, state: Sequence[torch.Tensor]) -> set[int]:
         """Tensors of the state that somebody has a view of. Asked anew only where there may be more or fewer."""
-        if self._aliased or self._copies.has_aliases:
-            self._aliased, self._copies.has_aliases = self._backend.programs.aliased(state), False
-        return self._aliased
+        if self._aliases or self._copies.has_aliases:
+            self._aliases, self._copies.has_aliases = self._backend.programs.find_aliases(state), False
+        return self._aliases
 
     # ---- Tracing ----
 
-    def _run_traced(self, data: Mapping[Hashable, Any], run: Callable[..., Any], fixed: dict[str, Any]) -> Any:
-        results = self._function(data, **fixed)
+    def _run_traced(self, data: Mapping[Hashable, Any], run: Callable[..., Any], static_args: dict[str, Any]) -> Any:
+        results = self._function(data, **static_args)
         run(run=self._backend.end_step)
         return results
 
@@ -308,17 +310,17 @@ class XLACompiledFunction(CompiledFunction):
         data: Mapping[Hashable, Any],
         tensors: list[torch.Tensor],
         run: Callable[..., Any],
-        fixed: dict[str, Any],
+        static_args: dict[str, Any],
     ) -> Any:
         """Trace the function, and run its program for the first or the second time."""
-        trace, traced, reason = None, None, None
+        trace, graph, reason = None, None, None
         try:
             trace = self._backend.programs.begin_trace(state, tensors)
         except CannotReplay as error:
             reason = str(error)
         try:
             with self._fingerprint.trace():
-                output = self._function(data, **fixed)
+                output = self._function(data, **static_args)
         except BaseException:
             if trace is not None:
                 trace.undo()
@@ -331,16 +333,16 @@ class XLACompiledFunction(CompiledFunction):
                 # A view would hold on to what it is a view of.
                 output = tree_map_only(torch.Tensor, self._without_base, output)
                 state = self._state()
-                traced = trace.end(state, output)
+                graph = trace.end(state, output)
         except CannotReplay as error:
             reason = str(error)
         try:
             if (reason := self._agree("the end of a trace", reason)) is not None:
                 raise CannotReplay(reason)
-            run(run=partial(self._run_first, key, earlier, traced, state, tensors))
+            run(run=partial(self._run_first, key, earlier, graph, state, tensors))
         except StateLost:
             # Nothing that is still to be computed may hold on to buffers that are gone: the next program would fail.
-            trace.drop(traced)
+            trace.drop(graph)
             raise
         except CannotReplay as error:
             self.refuse(str(error))
@@ -355,18 +357,18 @@ class XLACompiledFunction(CompiledFunction):
         self,
         key: Hashable,
         earlier: Executable | None,
-        traced: Traced,
+        graph: Traced,
         state: list[torch.Tensor],
         data: list[torch.Tensor],
     ) -> Any:
         """Compile what was traced, unless it is compiled already, and run it. Raises `CannotReplay` where nothing has run."""
         programs = self._backend.programs
-        executable = programs.hash_traced(traced)
+        executable = programs.hash_traced(graph)
         self._note(key, earlier, executable)
         try:
-            module = programs.run_first(executable, traced, [*state, *data], self._find_aliased(state))
+            module = programs.run_first(executable, graph, [*state, *data], self._find_aliases(state))
         except CannotReplay:
-            graphs.keep_buffers(traced.given_away)
+            graphs.keep_buffers(graph.given_away)
             raise
         except RuntimeError as error:
             self._raise_after(error, executable, state)
@@ -390,7 +392,7 @@ class XLACompiledFunction(CompiledFunction):
         if difference is not None:
             # The first step of a run may be another program, which does the same with one operator less.
             self._unlike.add(key)
-        executable.checked = earlier is not None and difference is None
+        executable.is_checked = earlier is not None and difference is None
         self._programs[key] = executable
 
     def _raise_after(self, error: Exception, executable: Executable, state: Sequence[torch.Tensor]) -> NoReturn:

@@ -60,7 +60,7 @@ def _or_trace(function: _Function) -> _Function:
 # ---- What was traced and has not run yet ----
 
 
-def _created() -> int:
+def _count_tensors_made() -> int:
     return met.counter_value("CreateXlaTensor") or 0
 
 
@@ -82,7 +82,7 @@ class PendingGraph:
 
     def any(self, device: torch.device) -> bool:
         """Whether some tensor of a device is still to be computed."""
-        if self._none_at == _created():
+        if self._none_at == _count_tensors_made():
             return False
         is_any = any(_XLAC._check_device_tensor_need_materialization(str(device)))
         self.note(none=not is_any)
@@ -90,15 +90,15 @@ class PendingGraph:
 
     def note(self, none: bool) -> None:
         """Note that nothing is left to run, or that something may be."""
-        self._none_at = _created() if none and self._is_counted else None
+        self._none_at = _count_tensors_made() if none and self._is_counted else None
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Context that makes tensors, and traces nothing."""
-        none = self._none_at == _created()
+        none = self._none_at == _count_tensors_made()
         yield
         if none:
-            self._none_at = _created()
+            self._none_at = _count_tensors_made()
 
     def begin_trace(self, trace: Any) -> None:
         """Tell a trace, by its `note_sent`, of tensors that are sent from now on."""
@@ -107,10 +107,10 @@ class PendingGraph:
     def send(self, tensors: list[torch.Tensor], device: torch.device, shardings: list | None) -> list[torch.Tensor]:
         """Send tensors of the host, which traces nothing."""
         with self.unchanged():
-            sent = _XLAC._xla_tensors_from_aten(tensors, [str(device)] * len(tensors), shardings)
+            device_tensors = _XLAC._xla_tensors_from_aten(tensors, [str(device)] * len(tensors), shardings)
         if self._trace is not None and (trace := self._trace()) is not None:
-            trace.note_sent(sent)
-        return sent
+            trace.note_sent(device_tensors)
+        return device_tensors
 
 
 #: There is one graph in a process.
@@ -134,7 +134,7 @@ def hold_buffers(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 @_or_trace
 def sort_results(
-    results: Sequence[torch.Tensor], replaced: Sequence[int | None]
+    results: Sequence[torch.Tensor], old_buffers: Sequence[int | None]
 ) -> tuple[list[int], list[torch.Tensor], list[int]]:
     """
     Sort the results of a graph as the arguments that they replace, which are given by their buffers. Of arguments and results that
@@ -150,7 +150,7 @@ def sort_results(
     # The order of the arguments follows from that of the results, in part: the second time, they agree.
     for _ in range(2):
         ranks = {buffer: rank for rank, buffer in enumerate(arguments()[1])}
-        order.sort(key=lambda number: (replaced[number] is None, ranks.get(replaced[number], len(ranks))))
+        order.sort(key=lambda number: (old_buffers[number] is None, ranks.get(old_buffers[number], len(ranks))))
     return order, *arguments()
 
 
@@ -167,9 +167,9 @@ def count_pending(device: torch.device) -> int:
 
 
 @_or_trace
-def hash_graph(results: Sequence[torch.Tensor], donated: Sequence[torch.Tensor]) -> bytes:
+def hash_graph(results: Sequence[torch.Tensor], donations: Sequence[torch.Tensor]) -> bytes:
     """The handle of the graph of tensors: a hash of everything in it, with the arguments whose buffers it is given."""
-    for value in donated:
+    for value in donations:
         _XLAC._set_buffer_donation(value, True)
     with alias_with_buffer_donor_config():
         return _XLAC._get_graph_hash(list(results))
@@ -237,11 +237,11 @@ def replaying() -> Iterator[None]:
     Context in which a graph is run by its handle alone, which is counted. It makes and drops a tensor for each result: hundreds of
     them have the garbage collector run two or three times a step, over everything there is, for nothing.
     """
-    enabled = gc.isenabled()
+    is_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
         _XLAC._xla_increment_counter(REPLAYS, 1)
     finally:
-        if enabled:
+        if is_enabled:
             gc.enable()

@@ -28,19 +28,19 @@ class XLAPrograms(Programs):
         """Begin a trace. Raises `CannotReplay` if the state does not allow it."""
         return Trace(self._backend, state, data)
 
-    def hash_traced(self, traced: Traced) -> Executable:
+    def hash_traced(self, graph: Traced) -> Executable:
         """The program of what was traced."""
-        handle = graphs.hash_graph(traced.results, traced.given_away)
-        return Executable(handle, traced.inputs, traced.written_places, traced.returned, traced.structure, 0)
+        handle = graphs.hash_graph(graph.results, graph.given_away)
+        return Executable(handle, graph.inputs, graph.written_places, graph.output_places, graph.structure, 0)
 
     def run_first(
-        self, executable: Executable, traced: Traced, tensors: Sequence[torch.Tensor], aliased: Collection[int]
+        self, executable: Executable, graph: Traced, tensors: Sequence[torch.Tensor], aliases: Collection[int]
     ) -> Any:
         """Compile what was traced, unless it is compiled already, and run it."""
-        graphs.compile_graph(traced.results)
-        results = iter(graphs.run_graph(executable.handle, traced.values))
-        executable.take(results, tensors, aliased)
-        for tensor, result in zip(traced.results[len(traced.written_places) :], results, strict=True):
+        graphs.compile_graph(graph.results)
+        results = iter(graphs.run_graph(executable.handle, graph.values))
+        executable.take(results, tensors, aliases)
+        for tensor, result in zip(graph.results[len(graph.written_places) :], results, strict=True):
             tensor.data = result
 
     def memory_of(self, tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -50,7 +50,7 @@ class XLAPrograms(Programs):
             *(tensor.data_ptr() for tensor in tensors if tensor.device.type != "xla"),
         ]
 
-    def aliased(self, state: Sequence[torch.Tensor]) -> set[int]:
+    def find_aliases(self, state: Sequence[torch.Tensor]) -> set[int]:
         # Detached ones of a `state_dict()`, or `parameter.data`.
         counts = [torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) for tensor in state]
         return {place for place, count in enumerate(counts) if count > 1}
@@ -78,8 +78,8 @@ class XLAPrograms(Programs):
         operators, such as a mean, convert what they compute to it: the second step would be compiled again.
         """
         self._backend.wait()
-        aliased = self.aliased(state)
-        single = [tensor for place, tensor in enumerate(state) if place not in aliased]
+        aliases = self.find_aliases(state)
+        single = [tensor for place, tensor in enumerate(state) if place not in aliases]
         buffers = graphs.hold_buffers(single)
         same = dict(zip(torch_xla._XLAC._get_tensors_handle(buffers), buffers, strict=True))
         for tensor, buffer in zip(single, torch_xla._XLAC._get_tensors_handle(single), strict=True):

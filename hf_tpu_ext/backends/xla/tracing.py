@@ -40,7 +40,7 @@ class TracedModule:
     #: What was placed, sent or computed before, for each of its arguments.
     arguments: list[torch.Tensor]
     #: For each argument, whether a result takes its place.
-    donated: list[bool]
+    is_donated: list[bool]
     #: For each argument, how it is split over the chips, as HLO writes it, where the module does not say.
     shardings: list[str | None]
 
@@ -51,9 +51,9 @@ class _NotRun(Executable):
     #: Those of what it returns.
     outputs: list[tuple[torch.Size, torch.dtype]]
 
-    def run(self, tensors: Sequence[torch.Tensor], aliased: Collection[int]) -> Any:
+    def run(self, tensors: Sequence[torch.Tensor], aliases: Collection[int]) -> Any:
         new = (xb.create_placeholder_tensor(tuple(shape), dtype) for shape, dtype in self.outputs)
-        return self.fill(next(new) if place is None else tensors[place] for place in self.returned)
+        return self.fill(next(new) if place is None else tensors[place] for place in self.output_places)
 
     def difference(self, other: Executable) -> str | None:
         return None
@@ -64,15 +64,15 @@ class _Programs(XLAPrograms):
         self._backend.take_pending_as_run()
         return super().begin_trace(state, data)
 
-    def hash_traced(self, traced: Traced) -> Executable:
-        executable = _NotRun(b"", traced.inputs, traced.written_places, traced.returned, traced.structure, 0)
-        executable.outputs = [(tensor.shape, tensor.dtype) for tensor in traced.results[len(traced.written_places) :]]
+    def hash_traced(self, graph: Traced) -> Executable:
+        executable = _NotRun(b"", graph.inputs, graph.written_places, graph.output_places, graph.structure, 0)
+        executable.outputs = [(tensor.shape, tensor.dtype) for tensor in graph.results[len(graph.written_places) :]]
         return executable
 
-    def run_first(self, executable: Executable, traced: Traced, tensors, aliased) -> TracedModule:
-        return self._backend.take_module(traced.results, traced.values, traced.donated)
+    def run_first(self, executable: Executable, graph: Traced, tensors, aliases) -> TracedModule:
+        return self._backend.take_module(graph.results, graph.values, graph.is_donated)
 
-    def aliased(self, state: Sequence[torch.Tensor]) -> set[int]:
+    def find_aliases(self, state: Sequence[torch.Tensor]) -> set[int]:
         return set()
 
     def separate_copies(self, state: Sequence[torch.Tensor]) -> None:
@@ -162,12 +162,12 @@ class TracingBackend(XLABackend):
         def send(value: torch.Tensor) -> torch.Tensor:
             if value.nbytes < _SMALL:
                 # With a value, a tensor can be marked as split, which what is computed from it then tells on.
-                sent = super(TracingBackend, self)._send(value, num_rows)
+                device_data = super(TracingBackend, self)._send(value, num_rows)
             else:
-                sent = self._new(value).detach()
+                device_data = self._new(value).detach()
             if self._mesh is not None:
-                self.shard(sent, rows_spec(self._mesh, sent.ndim, sent.shape[:1] == (num_rows,)))
-            return self._own(sent)
+                self.shard(device_data, rows_spec(self._mesh, device_data.ndim, device_data.shape[:1] == (num_rows,)))
+            return self._own(device_data)
 
         return tree_map_only(torch.Tensor, send, data)
 
@@ -220,7 +220,7 @@ class TracingBackend(XLABackend):
         return self.take_module(results, values, [False] * len(values))
 
     def take_module(
-        self, results: list[torch.Tensor], values: list[torch.Tensor], donated: list[bool]
+        self, results: list[torch.Tensor], values: list[torch.Tensor], is_donated: list[bool]
     ) -> TracedModule:
         """Take what was traced, and go on as if it had been run. The arguments are as in [`~hf_tpu_ext.backends.xla.compile.Traced`]."""
         arguments = []
@@ -230,7 +230,7 @@ class TracingBackend(XLABackend):
         module = TracedModule(
             _XLAC._get_xla_tensors_hlo_proto([self._kept_in_place(result) for result in results]),
             arguments,
-            donated,
+            is_donated,
             [self._shardings[argument][1] if argument in self._shardings else None for argument in arguments],
         )
         self._take_as_run(results)

@@ -45,13 +45,13 @@ _LOSSES_BY_LABELS = ("transformers.trainer", "trl.trainer.sft_trainer")
 _TRUNCATION = "tokenizer(..., truncation=True, max_length={})"
 
 
-def _why_not_scaled(rope_type: str, unscaled: int, why: str) -> str:
+def _why_not_scaled(rope_type: str, num_unscaled: int, why: str) -> str:
     # A configuration with `longrope` has no other type.
     other = ", or load the model with another rope_type, for example 'yarn'" if "dynamic" in rope_type else ""
     return (
         f"The frequencies of the model's rotary embeddings depend on the longest row of a batch (rope_type={rope_type!r}), which is "
-        f"not known where {why}. Keep to {unscaled} tokens, up to which they are always the same "
-        f"(max_length={unscaled}; with generated text, max_completion_length and the prompts together){other}."
+        f"not known where {why}. Keep to {num_unscaled} tokens, up to which they are always the same "
+        f"(max_length={num_unscaled}; with generated text, max_completion_length and the prompts together){other}."
     )
 
 
@@ -183,27 +183,27 @@ class BatchesMixin(ImagesMixin):
         is possible, its rows, and those that a batch should have, of which so many are one example if that is known. Ever new
         shapes are a `ValueError`.
         """
-        mode, wanted = (
+        mode, num_rows = (
             ("train", self._train_batch_size) if self.model.training else ("eval", self.args.eval_batch_size)
         )
         rows, guards = count_rows(inputs), self._shape_guards
-        rows_of_example = rows_of_example or self._rows_of_example.setdefault(mode, max(1, rows // wanted))
-        wanted *= rows_of_example
-        if rows < wanted:
+        rows_of_example = rows_of_example or self._rows_of_example.setdefault(mode, max(1, rows // num_rows))
+        num_rows *= rows_of_example
+        if rows < num_rows:
             # Chips that compute gradients by themselves take as many rows each.
             local = mode == "train" and self.chips.local_gradients is not None
             reason = None if local else self.why_not_padded(mode, inputs)
             if reason is None and rows_of_example > 1:
                 reason = f"{rows_of_example} rows are one example"
             if reason is None:
-                inputs, rows = pad_rows(inputs, wanted, self._pad_token_id), wanted
+                inputs, rows = pad_rows(inputs, num_rows, self._pad_token_id), num_rows
             else:
                 guards = self._last_batch_guards
                 if mode not in self._said:
                     self._said.add(mode)
                     what = "training" if mode == "train" else "evaluation"
                     logger.warning(
-                        f"The last batch has {rows} of {wanted} rows and is not padded, which compiles one more {what} "
+                        f"The last batch has {rows} of {num_rows} rows and is not padded, which compiles one more {what} "
                         f"graph: {reason}. dataloader_drop_last=True drops such batches."
                     )
         if self.backend.processes.row_shards > 1:
@@ -211,7 +211,7 @@ class BatchesMixin(ImagesMixin):
         guards[mode].check(inputs)
         if mode == "train" and "columns" not in self._said and self._has_padded_columns(inputs):
             self._say_padded(inputs)
-        return inputs, rows, wanted
+        return inputs, rows, num_rows
 
     def count_examples(self, inputs: Mapping[str, Any]) -> int:
         """Number of examples of a batch as it came from the data, once it was sent. A pair is two rows and one example."""
@@ -249,32 +249,32 @@ class BatchesMixin(ImagesMixin):
         if reason is None:
             return
         ids = batch["input_ids"]
-        padded = ", ".join(
+        pads = ", ".join(
             f"{key} {pad_value_of(key, self._pad_token_id)}"
             for key, value in batch.items()
             if isinstance(value, torch.Tensor) and value.shape[: ids.ndim] == ids.shape
         )
-        logger.warning(f"Rows are padded to {length_of(batch)} tokens ({padded}): {reason}.")
+        logger.warning(f"Rows are padded to {length_of(batch)} tokens ({pads}): {reason}.")
 
     def send_batch(
         self, inputs: dict[str, Any], numbers: Mapping[str, Any] | None = None
     ) -> dict[str, dict[Hashable, Any]]:
         """As [`~BatchesMixin._send_rows`], of a batch as it comes from the data."""
         self.check_ranges(inputs)
-        ragged = {key: value for key, value in inputs.items() if not self._is_unread_text(key, value)}
-        collated = isinstance(inputs, CollatedBatch)
+        host_batch = {key: value for key, value in inputs.items() if not self._is_unread_text(key, value)}
+        is_collated = isinstance(inputs, CollatedBatch)
         # A collator of the caller's may yield more rows than it was given.
-        batch, rows, wanted = self.shape_batch(ragged, inputs.rows_of_example if collated else None)
+        batch, rows, num_rows = self.shape_batch(host_batch, inputs.rows_of_example if is_collated else None)
         if self.status is not None and self.model.training and "input_ids" in batch:
             # With the columns that all processes have agreed on, by which these are added up.
-            self.status.count(ragged, batch["input_ids"].shape)
-        if collated and "input_ids" in batch:
+            self.status.count(host_batch, batch["input_ids"].shape)
+        if is_collated and "input_ids" in batch:
             # What was not padded before may be now, to the length of other processes.
             dim, length = inputs.padded.get("input_ids", (1, inputs["input_ids"].shape[1]))
             if length < (columns := batch["input_ids"].shape[dim]):
                 self.by_length.check_columns(length, columns)
         batch = {**batch, **self.data_by_length(inputs)}
-        return self._send_rows(batch, rows, numbers, whole=rows <= wanted and rows % self.backend.num_chips != 0)
+        return self._send_rows(batch, rows, numbers, whole=rows <= num_rows and rows % self.backend.num_chips != 0)
 
     def data_by_length(self, inputs: Mapping[str, Any]) -> dict[Hashable, torch.Tensor]:
         """What goes to the device with a batch because models ask for its length, see [`BatchLength`]."""
@@ -307,31 +307,31 @@ class BatchesMixin(ImagesMixin):
         """
         self.batch_under_way = batch
         data = {"batch": dict(batch), "numbers": dict(numbers or {})}
-        sent = self.backend.send(data) if whole else self.backend.send_rows(data, rows)
+        device_data = self.backend.send(data) if whole else self.backend.send_rows(data, rows)
         self.agreement.batch_sent()
-        return sent
+        return device_data
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         if not self.backend.static_shapes:
             return super()._prepare_inputs(inputs)
-        sent = inputs if isinstance(inputs, SentBatch) else self.send_batch(inputs)["batch"]
+        device_batch = inputs if isinstance(inputs, SentBatch) else self.send_batch(inputs)["batch"]
         if self.backend.manual_sharding.active:
-            rows = count_rows(sent)
-            sent = {
+            rows = count_rows(device_batch)
+            device_batch = {
                 key: self.backend.manual_sharding.full_to_shard(
                     value, by_rows=value.ndim > 0 and value.shape[0] == rows
                 )
                 if isinstance(value, torch.Tensor)
                 else value
-                for key, value in sent.items()
+                for key, value in device_batch.items()
             }
-        return PreparedBatch(self.by_length.take(sent))
+        return PreparedBatch(self.by_length.take(device_batch))
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | int | None:
         if not self.backend.static_shapes:
             return super()._get_num_items_in_batch(batch_samples, device)
-        sent = batch_samples and isinstance(labels := batch_samples[0].get("labels"), torch.Tensor)
-        if sent and labels.device == device:
+        has_labels = batch_samples and isinstance(labels := batch_samples[0].get("labels"), torch.Tensor)
+        if has_labels and labels.device == device:
             # Of an evaluation, whose batch is on its way. On the device the count is part of its program.
             with self.chips.summed(self.accelerator):
                 return super()._get_num_items_in_batch(batch_samples, device)
@@ -354,8 +354,8 @@ class BatchesMixin(ImagesMixin):
     def _count_tokens(self) -> Callable[[Mapping[str, Any]], int] | None:
         """What counts the tokens of a batch as upstream's collator yields it, by `include_num_input_tokens_seen`."""
         # Upstream's default, for models that are not of transformers.
-        counted = getattr(self.model, "main_input_name", "input_ids")
-        if self.args.include_num_input_tokens_seen == "no" or counted != "input_ids":
+        main_input = getattr(self.model, "main_input_name", "input_ids")
+        if self.args.include_num_input_tokens_seen == "no" or main_input != "input_ids":
             return None
         if self.args.include_num_input_tokens_seen != "non_padding":
             return count_all

@@ -109,7 +109,7 @@ class Averaging(TrainerCallback):
 
     def split(self, stack: LayerStack) -> None:
         """Go on with the parameters of single layers, which do not run as one loop any more."""
-        for parameter in stack.stacked.values():
+        for parameter in stack.tensors.values():
             if parameter in self.tensors:
                 self.average.split(parameter, stack.parts_of(parameter))
 

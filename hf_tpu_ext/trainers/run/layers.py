@@ -71,19 +71,19 @@ class LayerScan:
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """Run the layers as one loop from now on, if wanted and possible. Wanted and impossible is a `ValueError`."""
-        wanted = self._compiled.scan_layers
-        if wanted == "off":
+        mode = self._compiled.scan_layers
+        if mode == "off":
             return
         plain = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
         if self.stack is not None and plain is not self._stacked_groups.optimizer:
             # Another one was made since the last run.
             self.stack = None
         if self.stack is None:
-            if wanted == "auto" and not self._is_worthwhile():
+            if mode == "auto" and not self._is_worthwhile():
                 return
             patterns = self._find_patterns(optimizer)
             if isinstance(patterns, str):
-                if wanted == "on":
+                if mode == "on":
                     raise UserError(
                         f"scan_layers='on' is not possible: {patterns}. Leave it out, or set it to 'auto'."
                     )
@@ -199,11 +199,11 @@ class LayerScan:
     @contextmanager
     def as_a_loop(self) -> Iterator[None]:
         """Within this context layers run as a loop, where a callback of the user's has them for the time being."""
-        left = self.stack is not None and not self.is_stacked
-        if left:
+        is_left = self.stack is not None and not self.is_stacked
+        if is_left:
             self._take_up_loop()
         yield
-        if left:
+        if is_left:
             self.end()
 
     def _take_up_loop(self) -> None:
@@ -230,7 +230,7 @@ class LayerScan:
         for setting in ("output_hidden_states", "output_attentions"):
             if vars(config).get(setting):
                 return f"{setting}=True needs an output of every layer"
-        if self._backend.programs.aliased(list(layers.parameters())):
+        if self._backend.programs.find_aliases(list(layers.parameters())):
             return "user code holds weights of layers, as of a state_dict(), which have to follow the training"
         return why_no_loop(layers, self._chips.split_output)
 
@@ -271,8 +271,8 @@ class LayerScan:
         layers = getattr(*place)
         if (reason := self._why_no_loop(layers)) is not None:
             return reason
-        dtype, routed = self._compiled.compute_dtype, self._trainer.balances_experts
-        traces = LayerTraces(model, place, self._backend, dtype, routed)
+        dtype, is_routed = self._compiled.compute_dtype, self._trainer.balances_experts
+        traces = LayerTraces(model, place, self._backend, dtype, is_routed)
         if traces.refused is not None:
             return traces.refused
         groups = _groups_of_layers(layers, optimizer)
@@ -299,14 +299,14 @@ class _StackedGroups:
         self._singles = [group["params"] for group in optimizer.param_groups]
         place_of = {
             part: (whole, index)
-            for whole in stack.stacked.values()
+            for whole in stack.tensors.values()
             for index, part in enumerate(stack.parts_of(whole))
         }
         places = [[place_of.get(parameter, (parameter, None)) for parameter in group] for group in self._singles]
         for group, of_group in zip(optimizer.param_groups, places, strict=True):
             group["params"] = list(dict.fromkeys(whole for whole, _ in of_group))
-        trained = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-        number_of = {parameter: number for number, parameter in enumerate(trained)}
+        trained_parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        number_of = {parameter: number for number, parameter in enumerate(trained_parameters)}
         #: For each single parameter, in the order of the optimizer: which one trains it, and which part of that.
         self._parts = [(number_of[whole], index) for whole, index in chain.from_iterable(places)]
         self._hooks = [
@@ -334,7 +334,7 @@ class _StackedGroups:
             for number, (position, index) in enumerate(self._parts)
             if position in state
         }
-        return {"state": split, "param_groups": _numbered(state_dict["param_groups"], self._singles)}
+        return {"state": split, "param_groups": _number_groups(state_dict["param_groups"], self._singles)}
 
     def _stack(self, _, state_dict: dict[str, Any]) -> dict[str, Any]:
         parts: dict[int, list[dict[str, Any]]] = {}
@@ -342,20 +342,20 @@ class _StackedGroups:
             if number in state_dict["state"]:
                 parts.setdefault(position, []).append(state_dict["state"][number])
         single = {position for position, index in self._parts if index is None}
-        stacked = [group["params"] for group in self.optimizer.param_groups]
-        trained = list(chain.from_iterable(stacked))
+        stacked_groups = [group["params"] for group in self.optimizer.param_groups]
+        trained_parameters = list(chain.from_iterable(stacked_groups))
 
         def stack(position: int, name: str) -> torch.Tensor:
             tensors = [part[name] for part in parts[position]]
             if position in single or not tensors[0].ndim:
                 return tensors[0]
             # The host holds one at a time.
-            return self.optimizer.place(torch.stack(tensors), trained[position])
+            return self.optimizer.place(torch.stack(tensors), trained_parameters[position])
 
         state = {
             position: {name: stack(position, name) for name in of_parts[0]} for position, of_parts in parts.items()
         }
-        return {"state": state, "param_groups": _numbered(state_dict["param_groups"], stacked)}
+        return {"state": state, "param_groups": _number_groups(state_dict["param_groups"], stacked_groups)}
 
 
 def _part(state: dict[str, torch.Tensor], index: int | None) -> dict[str, torch.Tensor]:
@@ -374,10 +374,10 @@ def _groups_of_layers(layers: nn.ModuleList, optimizer: torch.optim.Optimizer) -
     return [[group_of.get(id(parameter)) for parameter in layer.parameters()] for layer in layers]
 
 
-def _numbered(groups: list[dict[str, Any]], parameters: list[list[nn.Parameter]]) -> list[dict[str, Any]]:
+def _number_groups(groups: list[dict[str, Any]], parameters: list[list[nn.Parameter]]) -> list[dict[str, Any]]:
     """Groups of a state dict, which has numbers for parameters: those of an optimizer that trains others."""
     numbers = count()
     return [
-        {**group, "params": [next(numbers) for _ in trained]}
-        for group, trained in zip(groups, parameters, strict=True)
+        {**group, "params": [next(numbers) for _ in of_group]}
+        for group, of_group in zip(groups, parameters, strict=True)
     ]

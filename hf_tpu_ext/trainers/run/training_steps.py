@@ -58,7 +58,7 @@ class TrainingSteps(TrainerCallback):
         #: Where gradients are between micro-steps.
         self.gradients: StepGradients | None = None
         # What the optimizer updates in the steps of this state.
-        self._updated: Sequence[Any] | None = None
+        self._updated_states: Sequence[Any] | None = None
         # The step whose stages run one by one, and which has not ended.
         self._under_way: str | None = None
         self._forward_backward: Callable[..., torch.Tensor] | None = None
@@ -181,15 +181,15 @@ class TrainingSteps(TrainerCallback):
         if sync_gradients:
             self.grad_norm = results["grad_norm"]
             optimizer.is_done = True
-            self._check_updates(optimizer.updated)
+            self._check_updates(optimizer.updated_states)
         elif self._shows_gradients:
             self.gradients.show()
         return torch.zeros(())
 
-    def _check_updates(self, updated: Sequence[Any]) -> None:
+    def _check_updates(self, states: Sequence[Any]) -> None:
         """Refuse replay if a program updates other parameters than earlier ones: what the host counts as updated holds for all."""
-        before, self._updated = self._updated, updated
-        if before is not None and before is not updated and not are_same(before, updated):
+        before, self._updated_states = self._updated_states, states
+        if before is not None and before is not states and not are_same(before, states):
             self.compiled.refuse("the step updates other parameters than before")
 
     def _end_program(self, sync_gradients: bool, run: Callable[[], Any] | None = None) -> Any:
@@ -255,19 +255,19 @@ class TrainingSteps(TrainerCallback):
             return
         if kind == OPTIMIZER_STEP:
             self.gradients.drop()
-        done = self._programs.done
-        self._programs.end(kind, f"step {done if kind == OPTIMIZER_STEP else done + 1}", settle=settle)
+        steps = self._programs.done
+        self._programs.end(kind, f"step {steps if kind == OPTIMIZER_STEP else steps + 1}", settle=settle)
 
     # ---- Compiling ----
 
     def _compile(self) -> None:
         models = [self._model, *self._trainer.other_models()]
         self.why_traced = self._find_why_traced(models)
-        wanted = self._programs.step_replay
-        reason = self.why_traced or ("step_replay=False" if wanted is False else None)
+        step_replay = self._programs.step_replay
+        reason = self.why_traced or ("step_replay=False" if step_replay is False else None)
         if reason is not None and self._trainer.compile_step == "step" and self._backend.compiles_functions:
             raise UserError(f"compile_step='step' is not possible: {reason}. Leave it out, or set it to 'layers'.")
-        if reason is not None and (wanted is not False or self._backend.compiles_functions):
+        if reason is not None and (step_replay is not False or self._backend.compiles_functions):
             self._fall_back(reason)
         if self._why_stage_by_stage() is not None:
             return
@@ -343,7 +343,7 @@ class TrainingSteps(TrainerCallback):
 
     def _prepare_model(self) -> None:
         """Have the model as steps want it, with gradients of what is trained now. Code of the user's may have changed it."""
-        self._updated = None
+        self._updated_states = None
         self._rematerialize_layers()
         if not self.gradients.are_of(self._model):
             self.make_gradients()
@@ -361,7 +361,7 @@ class TrainingSteps(TrainerCallback):
 
     def _tensors(self) -> list[torch.Tensor]:
         """What a step reads and changes, besides the model; always in the same order."""
-        return [*self.gradients.tensors, *self._optimizer.kept, *self._trainer.state_of_steps()]
+        return [*self.gradients.tensors, *self._optimizer.state_tensors, *self._trainer.state_of_steps()]
 
     def _settings(self) -> dict[str, Any]:
         return {

@@ -53,7 +53,7 @@ class WatchMixin:
 
     def begin_watch(self) -> None:
         """Watch a run whose optimizer, and what replays its steps, are there."""
-        self.watch.begin(traced=self.steps.compiled is None)
+        self.watch.begin(is_traced=self.steps.compiled is None)
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
