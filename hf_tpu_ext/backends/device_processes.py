@@ -77,12 +77,12 @@ class DeviceProcesses(Processes):
         return means
 
     def most(self, numbers: Sequence[int]) -> list[int]:
-        return self._reduced(torch.tensor(numbers, dtype=torch.int64), dist.ReduceOp.MAX)
+        return self._reduce(torch.tensor(numbers, dtype=torch.int64), dist.ReduceOp.MAX)
 
     def total(self, numbers: Sequence[float]) -> list[float]:
-        return self._reduced(torch.tensor(numbers, dtype=torch.float64), dist.ReduceOp.SUM)
+        return self._reduce(torch.tensor(numbers, dtype=torch.float64), dist.ReduceOp.SUM)
 
-    def _reduced(self, numbers: Tensor, how: "dist.ReduceOp") -> list:
+    def _reduce(self, numbers: Tensor, how: "dist.ReduceOp") -> list:
         dist.all_reduce(numbers, how, group=self._host_group)
         return numbers.tolist()
 
@@ -94,7 +94,7 @@ class DeviceProcesses(Processes):
     def request_stop(self, reason: str) -> None:
         self._stop_reason = self._stop_reason or reason
 
-    def reached(self) -> str | None:
+    def pass_place(self) -> str | None:
         own_reason = self._stop_reason
         if not self.most([own_reason is not None])[0]:
             return None

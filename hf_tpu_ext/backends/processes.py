@@ -37,7 +37,7 @@ class Processes:
     #: Chips of each host, by their number in the mesh.
     chips: Sequence[Sequence[int]] = ()
     #: Checksum of all that this process has sent to its chips, where there are others to compare it with.
-    sent = 0
+    checksum = 0
 
     # ---- Values on the host ----
 
@@ -114,7 +114,7 @@ class Processes:
     def request_stop(self, reason: str) -> None:
         """Ask all to stop. It may be called from a signal handler."""
 
-    def reached(self) -> str | None:
+    def pass_place(self) -> str | None:
         """
         Note that this process is at a place where it can stop, which it passes as often as all others. Returns why to stop
         here, if it is here that all do.

@@ -182,7 +182,9 @@ class SliceHosts(Processes):
     def note_sent(self, data: Any) -> None:
         for tensor in tree_leaves(data):
             if isinstance(tensor, torch.Tensor):
-                self.sent = zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy(), self.sent)
+                self.checksum = zlib.crc32(
+                    tensor.detach().contiguous().view(-1).view(torch.uint8).numpy(), self.checksum
+                )
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -210,7 +212,7 @@ class SliceHosts(Processes):
         if self._request is None or self._request[0] != self._listenings:
             self._request = self._listenings, f"{reason} on host {self.index}"
 
-    def reached(self) -> str | None:
+    def pass_place(self) -> str | None:
         with self._passing:
             self._num_places += 1
             if self._stop is None or self._stop[0] != self._listenings:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 Read = Callable[[torch.Tensor, int | None], torch.Tensor]
 
 
-def streamed(tensor: torch.Tensor, read: Read) -> "torch.Tensor | StreamedTensor":
+def stream_tensor(tensor: torch.Tensor, read: Read) -> "torch.Tensor | StreamedTensor":
     """A [`StreamedTensor`]; or the tensor on the CPU, of one of the few dtypes that PyTorch pickles in another form."""
     return read(tensor, None) if tensor.dtype in torch.storage._new_dtypes() else StreamedTensor(tensor, read)
 
@@ -30,20 +30,22 @@ def read_all(data: Any) -> None:
 _IN_SAFETENSORS = {torch.float32: "F32", torch.float64: "F64"}
 
 
-def in_file_order(named: Mapping[str, "torch.Tensor | StreamedTensor"]) -> "dict[str, torch.Tensor | StreamedTensor]":
+def in_file_order(
+    tensors: Mapping[str, "torch.Tensor | StreamedTensor"],
+) -> "dict[str, torch.Tensor | StreamedTensor]":
     """Tensors in the order that safetensors writes them in, which is that of [`save_safetensors`]."""
-    return dict(sorted(named.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
+    return dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
 
 
 def save_safetensors(
-    named: Mapping[str, "torch.Tensor | StreamedTensor"], path: Path, metadata: dict[str, str]
+    tensors: Mapping[str, "torch.Tensor | StreamedTensor"], path: Path, metadata: dict[str, str]
 ) -> None:
     """
     Write the file that safetensors' `save_file` does, whose own function takes the bytes of all tensors at once. Streamed tensors
     are read one at a time, in the order of [`in_file_order`].
 
     Args:
-        named (`Mapping`):
+        tensors (`Mapping`):
             Tensors in float32 or float64, by name.
         path (`Path`):
             The file.
@@ -51,8 +53,8 @@ def save_safetensors(
             What to write down beside them.
     """
     header: dict[str, Any] = {"__metadata__": metadata}
-    ordered, end = in_file_order(named), 0
-    for name, tensor in ordered.items():
+    sorted_tensors, end = in_file_order(tensors), 0
+    for name, tensor in sorted_tensors.items():
         begin, end = end, end + tensor.shape.numel() * tensor.dtype.itemsize
         header[name] = {
             "dtype": _IN_SAFETENSORS[tensor.dtype],
@@ -64,7 +66,7 @@ def save_safetensors(
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in ordered.values():
+        for tensor in sorted_tensors.values():
             whole = tensor.read() if isinstance(tensor, StreamedTensor) else tensor
             file.write(whole.contiguous().reshape(-1).numpy())
 
@@ -129,9 +131,9 @@ class _ReadWhenWritten(UntypedStorage):
 
     def __init__(self, tensor: StreamedTensor):
         # Which is there as long as what is saved. PyTorch leaves storages to the garbage collector.
-        self._streamed = ref(tensor)
+        self._tensor_ref = ref(tensor)
 
     def cpu(self) -> UntypedStorage:
-        storage = self._streamed().read().untyped_storage()
+        storage = self._tensor_ref().read().untyped_storage()
         assert storage.nbytes() == self.nbytes()
         return storage

@@ -112,7 +112,7 @@ class Preemption(TrainerCallback):
     def _ask_others(self) -> None:
         """At a place where a run can stop: several processes have a reason from the one on that they have agreed on."""
         if self.listening and self._processes.agree_on_stops and self.reason is None:
-            self.reason = self._processes.reached()
+            self.reason = self._processes.pass_place()
 
     def on_prediction_step(self, args, state, control, **kwargs):
         if self._cuts_evaluation:

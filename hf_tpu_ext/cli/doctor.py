@@ -70,18 +70,18 @@ def _examine(args: argparse.Namespace) -> tuple[list, str]:
 
     print(f"hf_tpu_ext {__version__}")
     show(examine_machine())
-    tried = None
+    test = None
     if args.full:
-        tried = FullTest(args.minutes)
+        test = FullTest(args.minutes)
         print(f"mechanisms, each against eager CPU, in at most {args.minutes:g} minutes:", flush=True)
-        show(tried.run())
+        show(test.run())
     elif not args.no_smoke:
-        tried = SmokeTest()
+        test = SmokeTest()
         print("smoke training run:", flush=True)
-        show(tried.run())
-    failed = [check.name for check in checks if check.status == "failed"]
-    print(f"{len(failed)} failed: {', '.join(failed)}" if failed else "everything passed")
-    return checks, tried.output if tried else ""
+        show(test.run())
+    failures = [check.name for check in checks if check.status == "failed"]
+    print(f"{len(failures)} failed: {', '.join(failures)}" if failures else "everything passed")
+    return checks, test.output if test else ""
 
 
 def _printable(text: str) -> str:

@@ -45,7 +45,7 @@ class Recipe:
         env (`dict[str, str]`): Environment variables under the file's `env` key.
         smoke (`str` or `None`): Directory given by `--smoke`.
         argv (`list[str]`): The command line itself, for processes that are to read the recipe again.
-        repeated (`dict[str, list[int]]`): Keys that stand in several lines of the file, of which YAML takes the last.
+        repeated_keys (`dict[str, list[int]]`): Keys that stand in several lines of the file, of which YAML takes the last.
         launcher_applies (`bool`): Whether the options of `accelerate launch` among the keys have their effect.
     """
 
@@ -55,7 +55,7 @@ class Recipe:
     env: dict[str, str] = field(default_factory=dict)
     smoke: str | None = None
     argv: list[str] = field(default_factory=list)
-    repeated: dict[str, list[int]] = field(default_factory=dict)
+    repeated_keys: dict[str, list[int]] = field(default_factory=dict)
     launcher_applies: bool = False
 
     def __contains__(self, key: str) -> bool:
@@ -93,10 +93,10 @@ class Recipe:
         Put the tiny model and the dataset `data` of the `--smoke` directory in place of the recipe's, for a few steps.
         """
         directory = Path(self.smoke)
-        for needed in ("model", data):
-            if not (directory / needed).is_dir():
+        for name in ("model", data):
+            if not (directory / name).is_dir():
                 raise UserError(
-                    f"--smoke: {directory} holds no {needed}. Create it: hf-tpu prepare tiny --output_dir {directory}"
+                    f"--smoke: {directory} holds no {name}. Create it: hf-tpu prepare tiny --output_dir {directory}"
                 )
         for key in _OF_THE_REAL_RUN:
             self.file.pop(key, None)
@@ -141,14 +141,14 @@ def read_recipe(argv: list[str]) -> Recipe:
         `ValueError`: The command line has a word before its first key, or the file is missing or is not a YAML mapping.
     """
     command_line = _keys_of(argv)
-    path, smoke = _taken(command_line, "config", None), _taken(command_line, "smoke", SMOKE_DIR)
-    file, repeated = ({}, {}) if path is None else _read_yaml(path)
+    path, smoke = _take_path(command_line, "config", None), _take_path(command_line, "smoke", SMOKE_DIR)
+    file, repeated_keys = ({}, {}) if path is None else _read_yaml(path)
     env = file.pop("env", {})
     if not isinstance(env, dict):
         raise UserError(f"{path}: env is {env!r}, expected a mapping such as `env: {{PJRT_DEVICE: CPU}}`.")
     _flatten_qat(file, path)
     env = {str(name): str(value) for name, value in env.items()}
-    return Recipe(path, file, command_line, env, smoke, list(argv), repeated)
+    return Recipe(path, file, command_line, env, smoke, list(argv), repeated_keys)
 
 
 def load_recipe(argv: list[str], tiny_data: str, reads_data: bool = True) -> Recipe:
@@ -162,7 +162,7 @@ def load_recipe(argv: list[str], tiny_data: str, reads_data: bool = True) -> Rec
     from .known_paths import check_paths
 
     recipe = read_recipe(argv)
-    for key, lines in recipe.repeated.items():
+    for key, lines in recipe.repeated_keys.items():
         where = " and ".join(map(str, lines))
         raise UserError(f"--config {recipe.path}: the key {key!r} stands in lines {where}. Keep one of them.")
     check_keys(recipe)
@@ -198,7 +198,7 @@ def _keys_of(argv: list[str]) -> dict[str, Any]:
     return {key: True if not words else words[0] if len(words) == 1 else words for key, words in keys.items()}
 
 
-def _taken(command_line: dict[str, Any], key: str, alone: str | None) -> str | None:
+def _take_path(command_line: dict[str, Any], key: str, alone: str | None) -> str | None:
     """Take a key that names a file or a directory off the command line; `alone` is what it means without a value."""
     if key not in command_line:
         return None
@@ -235,7 +235,7 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, stream):
         super().__init__(stream)
-        self.repeated: dict[str, list[int]] = {}
+        self.repeated_keys: dict[str, list[int]] = {}
         self.texts: dict[str, str] = {}
 
     def compose_mapping_node(self, anchor):
@@ -245,7 +245,7 @@ class _Loader(yaml.SafeLoader):
             # `<<` takes over the keys of another mapping.
             if isinstance(key, yaml.ScalarNode) and key.value != "<<":
                 lines.setdefault(key.value, []).append(key.start_mark.line + 1)
-        self.repeated |= {key: places for key, places in lines.items() if len(places) > 1}
+        self.repeated_keys |= {key: places for key, places in lines.items() if len(places) > 1}
         # The outermost mapping is composed last.
         self.texts = {key.value: value.value for key, value in node.value if isinstance(value, yaml.ScalarNode)}
         return node
@@ -268,4 +268,4 @@ def _read_yaml(path: str) -> tuple[dict[str, Any], dict[str, list[int]]]:
     for key, value in values.items():
         if isinstance(value, bool):
             values[key] = loader.texts[key]
-    return values, loader.repeated
+    return values, loader.repeated_keys

@@ -56,7 +56,7 @@ class RecipeParser(TrlParser):
         self._hints = {key: hint for kind in dataclass_types for key, hint in typing.get_type_hints(kind).items()}
         # A boolean that is true by default has a second action with the same destination: `--no_KEY`, without a value.
         self._fields = {action.dest: action for action in self._actions if action.nargs != 0}
-        self._negated = {f"no_{action.dest}" for action in self._actions if action.nargs == 0}
+        self._negations = {f"no_{action.dest}" for action in self._actions if action.nargs == 0}
 
     def _show_first(self, title: str, dataclass_types: tuple[type, ...]) -> None:
         """List what this package adds to upstream's keys before these, in the help."""
@@ -94,17 +94,19 @@ class RecipeParser(TrlParser):
                 f"{', '.join(options)}",
                 file=sys.stderr,
             )
-        self.set_defaults_with_config(**{key: self._converted(key, recipe) for key in self._fields if key in recipe})
-        self.set_defaults_with_config(**{key[3:]: False for key in self._negated & recipe.command_line.keys()})
+        self.set_defaults_with_config(
+            **{key: self._convert_value(key, recipe) for key in self._fields if key in recipe}
+        )
+        self.set_defaults_with_config(**{key[3:]: False for key in self._negations & recipe.command_line.keys()})
         try:
-            parsed = self.parse_args_into_dataclasses([], look_for_args_file=False)
+            instances = self.parse_args_into_dataclasses([], look_for_args_file=False)
         except (TypeError, ValueError) as error:
             raise UserError(str(error)) from error
-        for arguments in parsed:
+        for arguments in instances:
             # The field is a string, but the trainer tells `True` (the latest checkpoint) from a path by its type.
             if "resume_from_checkpoint" in vars(arguments):
                 arguments.resume_from_checkpoint = _boolean(arguments.resume_from_checkpoint)
-        return parsed
+        return instances
 
     def split(self, recipe: Recipe) -> dict[str, Any]:
         """
@@ -118,7 +120,7 @@ class RecipeParser(TrlParser):
             (values, key)
             for values in (recipe.file, recipe.command_line)
             for key in values
-            if key not in self._fields and not (values is recipe.command_line and key in self._negated)
+            if key not in self._fields and not (values is recipe.command_line and key in self._negations)
         ]
         if not rest:
             return {}
@@ -133,20 +135,20 @@ class RecipeParser(TrlParser):
         actions = _launcher_actions() if options else {}
         return [word for key in options for word in _launcher_option(key, actions[key], recipe)]
 
-    def _converted(self, key: str, recipe: Recipe) -> Any:
+    def _convert_value(self, key: str, recipe: Recipe) -> Any:
         action, hint, value = self._fields[key], self._hints[key], recipe.get(key)
         try:
-            converted = _convert(action, hint, value)
-            if action.choices is not None and converted not in action.choices:
+            result = _convert(action, hint, value)
+            if action.choices is not None and result not in action.choices:
                 raise ValueError
         except (TypeError, ValueError, argparse.ArgumentTypeError):
             if action.choices is not None:
-                expected = f"one of {', '.join(map(str, action.choices))}"
+                allowed_values = f"one of {', '.join(map(str, action.choices))}"
             else:
-                expected = hint.__name__ if isinstance(hint, type) else str(hint)
+                allowed_values = hint.__name__ if isinstance(hint, type) else str(hint)
             problem = "has no value" if value is True else f"is {value!r}"
-            raise UserError(f"{recipe.where(key)}: {key} {problem}, expected {expected}.") from None
-        return converted
+            raise UserError(f"{recipe.where(key)}: {key} {problem}, expected {allowed_values}.") from None
+        return result
 
 
 def _launcher_actions() -> dict[str, argparse.Action | None]:

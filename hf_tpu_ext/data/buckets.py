@@ -28,18 +28,18 @@ def group_batches(lengths: Iterable[int], batch_size: int, train_sampling_strate
     taken for `"random"`. The result is int64 of shape `(num_batches, batch_size)`; rows that complete the last batch
     have length 0.
     """
-    batched = torch.tensor(list(lengths))
-    rows = len(batched)
+    row_lengths = torch.tensor(list(lengths))
+    rows = len(row_lengths)
     if train_sampling_strategy != "sequential":
         # Sorted before it is shuffled, so that the same rows in another order give the same buckets, and so the same
         # programs.
-        batched = batched.sort().values
-        batched = batched[torch.randperm(rows, generator=torch.Generator().manual_seed(0))]
+        row_lengths = row_lengths.sort().values
+        row_lengths = row_lengths[torch.randperm(rows, generator=torch.Generator().manual_seed(0))]
     if train_sampling_strategy == "group_by_length":
         # The rule of transformers' LengthGroupedSampler: sorted within groups of up to 50 batches.
         group = batch_size * max(1, min(rows // (batch_size * 4), 50))
-        batched = torch.cat([chunk.sort(descending=True).values for chunk in batched.split(group)])
-    return torch.nn.functional.pad(batched, (0, -rows % batch_size)).view(-1, batch_size)
+        row_lengths = torch.cat([chunk.sort(descending=True).values for chunk in row_lengths.split(group)])
+    return torch.nn.functional.pad(row_lengths, (0, -rows % batch_size)).view(-1, batch_size)
 
 
 def batch_lengths(lengths: Iterable[int], batch_size: int, train_sampling_strategy: str = "random") -> list[int]:
@@ -74,10 +74,10 @@ def percentile_buckets(lengths: Iterable[int], num_buckets: int, max_length: int
             f"`length_buckets={num_buckets}` is not a number of buckets. Set `length_buckets` to 1 or more (4 is a good "
             f"start), to a list of lengths, or leave it out to pad every batch to `max_length`."
         )
-    ordered = torch.tensor(list(lengths)).clamp(max=max_length).sort().values
-    last_of_percentile = (torch.arange(1, 101) * len(ordered) + 99) // 100 - 1
-    candidates = sorted({round_up_length(n, max_length) for n in ordered[last_of_percentile].tolist()})
-    fitting = torch.searchsorted(ordered, torch.tensor(candidates), right=True).tolist()
+    sorted_lengths = torch.tensor(list(lengths)).clamp(max=max_length).sort().values
+    last_of_percentile = (torch.arange(1, 101) * len(sorted_lengths) + 99) // 100 - 1
+    candidates = sorted({round_up_length(n, max_length) for n in sorted_lengths[last_of_percentile].tolist()})
+    fitting = torch.searchsorted(sorted_lengths, torch.tensor(candidates), right=True).tolist()
 
     # best[j]: least padded size, and its buckets, of all lengths that fit into candidates[j], its last bucket.
     best = [(rows * bucket, [bucket]) for rows, bucket in zip(fitting, candidates, strict=True)]

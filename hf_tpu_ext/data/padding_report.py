@@ -29,7 +29,7 @@ class TokenWaste:
         lengths (`Iterable[int]`):
             Length of each row of the training set, in its order; longer rows than the greatest declared length count as
             truncated to it. With `packing`, of each packed row.
-        declared (`Sequence[int]`): Declared lengths, the greatest of which is `max_length`.
+        declared_lengths (`Sequence[int]`): Declared lengths, the greatest of which is `max_length`.
         batch_size (`int`): Rows of one batch, over all devices that share a batch shape.
         train_sampling_strategy (`str`, *optional*, defaults to `"random"`): As in [`~transformers.TrainingArguments`].
         packing (`bool`, *optional*): Whether rows are packed already: nothing is advised then. `None` for a trainer that
@@ -46,21 +46,21 @@ class TokenWaste:
     def __init__(
         self,
         lengths: Iterable[int],
-        declared: Sequence[int],
+        declared_lengths: Sequence[int],
         batch_size: int,
         train_sampling_strategy: str = "random",
         packing: bool | None = False,
     ):
-        self.declared = sorted(declared)
+        self.declared_lengths = sorted(declared_lengths)
         self.batch_size = batch_size
         self.train_sampling_strategy = train_sampling_strategy
         self.packing = packing
-        self._lengths = [min(length, self.declared[-1]) for length in lengths]
+        self._lengths = [min(length, self.declared_lengths[-1]) for length in lengths]
         self.rows = len(self._lengths)
         self.real_tokens = sum(self._lengths)
 
         self._batches = group_batches(self._lengths, batch_size, train_sampling_strategy)
-        padded_lengths = _padded_lengths(self._batches, self.declared)
+        padded_lengths = _padded_lengths(self._batches, self.declared_lengths)
         self.pad_tokens = _pad_tokens(self._batches, padded_lengths)
         self.pad_share = self.pad_tokens / (self.pad_tokens + self.real_tokens)
         self.pad_share_per_length = {}
@@ -87,17 +87,17 @@ class TokenWaste:
 
     def describe_unused(self, buckets: Sequence[int]) -> str | None:
         """Name those of `buckets` that no batch is padded to, and why; `None` where there are none."""
-        unused = sorted({*buckets} - self.pad_share_per_length.keys())
-        if not unused:
+        unused_buckets = sorted({*buckets} - self.pad_share_per_length.keys())
+        if not unused_buckets:
             return None
         longest = self._batches.amax(1)
         between = " to ".join(dict.fromkeys((str(longest.min().item()), str(longest.max().item()))))
         text = (
-            f"length_buckets: no batch is padded to {' or '.join(map(str, unused))}, since the longest rows of batches have "
+            f"length_buckets: no batch is padded to {' or '.join(map(str, unused_buckets))}, since the longest rows of batches have "
             f"{between} tokens"
         )
-        grouped = group_batches(self._lengths, self.batch_size, "group_by_length").amax(1)
-        if grouped.min() <= unused[-1] < longest.min():
+        longest_in_groups = group_batches(self._lengths, self.batch_size, "group_by_length").amax(1)
+        if longest_in_groups.min() <= unused_buckets[-1] < longest.min():
             text += '. train_sampling_strategy="group_by_length" makes batches of rows of similar length'
         return text
 
@@ -108,12 +108,12 @@ class TokenWaste:
         Packing is estimated by best-fit decreasing over groups of 1,000 rows, as TRL packs them, from at most 10,000
         rows; every other setting by forming the batches of the whole set once more.
         """
-        max_length = self.declared[-1]
+        max_length = self.declared_lengths[-1]
         estimates = {}
         used = list(self.pad_share_per_length)
-        needed = round_up_length(max(self._lengths), max_length)
-        if len(used) == 1 and needed < used[0]:
-            estimates[f"`max_length={needed}`, which fits every row"] = self._share(self._batches, [needed])
+        longest_row = round_up_length(max(self._lengths), max_length)
+        if len(used) == 1 and longest_row < used[0]:
+            estimates[f"`max_length={longest_row}`, which fits every row"] = self._share(self._batches, [longest_row])
         num_buckets = max(len(used), _ADVISED_BUCKETS)
         for strategy in dict.fromkeys([self.train_sampling_strategy, "group_by_length"]):
             batches = group_batches(self._lengths, self.batch_size, strategy)
@@ -126,22 +126,22 @@ class TokenWaste:
             estimates["`packing=True`"] = self._packed_share()
         return estimates
 
-    def _share(self, batches: Tensor, declared: Sequence[int]) -> float:
-        pads = _pad_tokens(batches, _padded_lengths(batches, declared))
+    def _share(self, batches: Tensor, declared_lengths: Sequence[int]) -> float:
+        pads = _pad_tokens(batches, _padded_lengths(batches, declared_lengths))
         return pads / (pads + self.real_tokens)
 
     def _packed_share(self) -> float:
-        max_length = self.declared[-1]
+        max_length = self.declared_lengths[-1]
         sample = group_batches(self._lengths, 1).flatten()[:_PACKED_SAMPLE]
-        packed = sum(_packed_rows(documents.tolist(), max_length) for documents in sample.split(_PACKED_AT_A_TIME))
-        batches = -(-packed * self.rows // (len(sample) * self.batch_size))
+        num_packed = sum(_packed_rows(documents.tolist(), max_length) for documents in sample.split(_PACKED_AT_A_TIME))
+        batches = -(-num_packed * self.rows // (len(sample) * self.batch_size))
         return 1 - self.real_tokens / (batches * self.batch_size * max_length)
 
 
-def _padded_lengths(batches: Tensor, declared: Sequence[int]) -> Tensor:
+def _padded_lengths(batches: Tensor, declared_lengths: Sequence[int]) -> Tensor:
     """Declared length that each batch is padded to, of shape `(num_batches,)`."""
-    declared = torch.tensor(declared)
-    return declared[torch.bucketize(batches.amax(1), declared)]
+    declared_lengths = torch.tensor(declared_lengths)
+    return declared_lengths[torch.bucketize(batches.amax(1), declared_lengths)]
 
 
 def _pad_tokens(batches: Tensor, padded_lengths: Tensor) -> int:

@@ -145,11 +145,11 @@ def build_cache(
     """
     settings = writer.settings
     pending = writer.pending
-    left = sum(map(len, pending))
+    num_left = sum(map(len, pending))
     teacher.model.eval()
     shapes = set()
     quiet = quiet or processes.index > 0
-    progress = tqdm(total=settings.sequences, initial=settings.sequences - left, unit=" sequences", disable=quiet)
+    progress = tqdm(total=settings.sequences, initial=settings.sequences - num_left, unit=" sequences", disable=quiet)
     # Rotary embeddings are those of the rows, which are shorter than the columns.
     with progress as bar, BatchLength([teacher.model], max(sequences.lengths)).override_rope():
         for first in range(0, len(pending), processes.count):

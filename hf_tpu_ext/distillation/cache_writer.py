@@ -110,23 +110,26 @@ class CacheWriter:
 
     def _begin(self, overwrite: bool) -> tuple[bool, int, dict[int, Shard]]:
         self.directory.mkdir(parents=True, exist_ok=True)
-        announced = self._continue(overwrite)
+        announced_files = self._continue(overwrite)
         if not self.complete:
-            self._clear(announced)
+            self._clear(announced_files)
         return self.complete, self._per_shard, self._shards
 
-    def _clear(self, announced: set[str]) -> None:
-        """Delete what is left of `announced` files that are not current, and announce those of this build."""
+    def _clear(self, announced_files: set[str]) -> None:
+        """Delete what is left of `announced_files` files that are not current, and announce those of this build."""
         current = {shard.file for shard in self._shards.values()}
         for name in names_of_shards(len(self._keys), self._per_shard):
-            if name not in announced and (self.directory / name).exists():
+            if name not in announced_files and (self.directory / name).exists():
                 raise UserError(
                     f"{self.directory / name} is not of a teacher's cache that was begun in this directory, and is left as it is. Give "
                     "another directory (--output_dir DIR), or move the file away."
                 )
-        leftovers = [*self._partly_written(announced), *(self.directory / name for name in announced - current)]
+        leftovers = [
+            *self._partly_written(announced_files),
+            *(self.directory / name for name in announced_files - current),
+        ]
         leftovers = [path for path in leftovers if path.is_file()]
-        self._check_room(freed=sum(path.stat().st_size for path in leftovers))
+        self._check_room(freed_bytes=sum(path.stat().st_size for path in leftovers))
         # While what announces them is there.
         for path in leftovers:
             path.unlink()
@@ -134,12 +137,12 @@ class CacheWriter:
         self._note_progress()
         (self.directory / MANIFEST).unlink(missing_ok=True)
 
-    def _partly_written(self, announced: set[str]) -> list[Path]:
+    def _partly_written(self, announced_files: set[str]) -> list[Path]:
         """What [`write_atomically`] has left of files of a cache, where it was killed."""
         matches = {
             path: re.fullmatch(r"\.(.+)\.[0-9a-f]{8}\.tmp", path.name) for path in self.directory.glob(".*.tmp")
         }
-        names = {*announced, MANIFEST, PROGRESS} if announced else set()
+        names = {*announced_files, MANIFEST, PROGRESS} if announced_files else set()
         return [path for path, match in matches.items() if match is not None and match[1] in names]
 
     @property
@@ -167,14 +170,14 @@ class CacheWriter:
 
     def _write_file(self, sequences: range, rows: list[Any]) -> tuple[int, Shard]:
         temperatures = self.settings.temperatures
-        stored = [temperatures.index(temperature) for temperature in normalised(temperatures)]
+        columns = [temperatures.index(temperature) for temperature in normalised(temperatures)]
         tensors, coverage_sums, largest_id = [], np.zeros(len(temperatures)), 0
         for number, row in zip(sequences, rows, strict=True):
             ids, values, normalisers, log_tails = (tensor.numpy() for tensor in row)
             assert len(ids) == self._lengths[number]
             self._check(number, ids, values)
             tensors.append(
-                {"ids": ids, "values": values, "normalisers": normalisers[:, stored], "log_tails": log_tails}
+                {"ids": ids, "values": values, "normalisers": normalisers[:, columns], "log_tails": log_tails}
             )
             log_probs = values.astype(np.float32)[..., None] / np.float32(temperatures) - normalisers[:, None]
             coverage_sums += np.exp(log_probs).sum(axis=(0, 1), dtype=np.float64)
@@ -253,18 +256,18 @@ class CacheWriter:
                 # Files of another version have other names, and are left where they are.
                 return set()
             raise
-        announced: set[str] = set()
+        announced_files: set[str] = set()
         for record, settings in ((manifest, manifest), (progress, progress and progress["settings"])):
             if record is not None:
-                announced |= set(names_of_shards(settings["sequences"], record["sequences_per_shard"]))
+                announced_files |= set(names_of_shards(settings["sequences"], record["sequences_per_shard"]))
         record = manifest or progress
         if record is None:
-            return announced
+            return announced_files
         try:
             self._compare(manifest or progress["settings"])
         except ValueError:
             if overwrite:
-                return announced
+                return announced_files
             raise
         self._per_shard = record["sequences_per_shard"]
         # Whoever makes a complete cache again has a reason to doubt its files.
@@ -274,7 +277,7 @@ class CacheWriter:
             else:
                 logger.warning(f"{self.directory / shard.file} {damage}, and is rebuilt.")
         self.complete = manifest is not None and not self.pending
-        return announced
+        return announced_files
 
     def _compare(self, before: dict[str, Any]) -> None:
         current = json.loads(json.dumps(dataclasses.asdict(self.settings)))
@@ -309,8 +312,8 @@ class CacheWriter:
             for sequences in self.pending
         )
 
-    def _check_room(self, freed: int) -> None:
-        if self.bytes_to_write > shutil.disk_usage(self.directory).free + freed:
+    def _check_room(self, freed_bytes: int) -> None:
+        if self.bytes_to_write > shutil.disk_usage(self.directory).free + freed_bytes:
             raise UserError(self._no_room("Not enough disk space"))
 
     @contextmanager

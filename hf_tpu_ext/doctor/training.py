@@ -80,11 +80,11 @@ class _Ticks(TrainerCallback):
             self._tick("ok", f"{checkpoint.name}, {size / 1000:.0f} kB")
 
 
-def _check_near(what: str, value: float, expected: float) -> None:
+def _check_near(what: str, value: float, reference: float) -> None:
     # The other way round, a NaN would pass.
-    if not abs(value - expected) <= _TOLERANCE * abs(expected):
+    if not abs(value - reference) <= _TOLERANCE * abs(reference):
         raise WrongError(
-            f"{what} is {value:.4f}, and {expected:.4f} on eager CPU",
+            f"{what} is {value:.4f}, and {reference:.4f} on eager CPU",
             f"Unset XLA_USE_BF16 and XLA_FLAGS; reinstall: {install_command('tpu', '--force-reinstall')}",
         )
 
@@ -121,11 +121,11 @@ def train(directory: Path, tick: Callable[[str, str], None]) -> None:
     Train, save, resume and export, and tick off each phase with a status and a text. Raises [`WrongError`] where
     something that was computed is wrong.
     """
-    started = time.monotonic()
+    start = time.monotonic()
     backend = select_backend()
     chips = backend.num_chips
-    described = f"{backend.name} ({backend.device_name}), {chips} chip{'s' if chips > 1 else ''}"
-    tick("ok", f"{described}, started in {time.monotonic() - started:.1f} s")
+    device = f"{backend.name} ({backend.device_name}), {chips} chip{'s' if chips > 1 else ''}"
+    tick("ok", f"{device}, started in {time.monotonic() - start:.1f} s")
 
     make_model(directory / "model")
     data = load_dataset(str(make_arithmetic(directory / "data", 2 * _ROWS_PER_CHIP * chips)), split="train")
@@ -145,9 +145,9 @@ def train(directory: Path, tick: Callable[[str, str], None]) -> None:
     trainer.train()
     trainer.save_model()
 
-    resumed = _make_trainer(directory, "resumed", rows)
-    resumed.train(resume_from_checkpoint=str(directory / "run" / f"checkpoint-{_SAVE_STEPS}"))
-    resumed.save_model()
+    resumed_trainer = _make_trainer(directory, "resumed", rows)
+    resumed_trainer.train(resume_from_checkpoint=str(directory / "run" / f"checkpoint-{_SAVE_STEPS}"))
+    resumed_trainer.save_model()
     tick("ok", _compare(directory / "run", directory / "resumed"))
 
     export = export_run(directory / "run", merge=True)
@@ -156,8 +156,8 @@ def train(directory: Path, tick: Callable[[str, str], None]) -> None:
     tick("ok", f"merged; logits differ by {export.exported.max_abs:.1g} from those of the adapter on its base")
 
 
-def _compare(run: Path, resumed: Path) -> str:
-    first, second = (load_file(path / "adapter_model.safetensors") for path in (run, resumed))
+def _compare(run: Path, resumed_run: Path) -> str:
+    first, second = (load_file(path / "adapter_model.safetensors") for path in (run, resumed_run))
     if all(torch.equal(first[name], second[name]) for name in first):
         return "ends with the same weights, bit for bit"
     most = max((first[name] - second[name]).abs().max().item() for name in first)

@@ -198,16 +198,16 @@ def export_run(
         else:
             rows, measure = tokenize_prompts(tokenizer, prompts), logits
         trained_for = TrainedFor.read(source.directory)
-        rounded = trained_for is not None and quantization is not None
+        is_rounded = trained_for is not None and quantization is not None
         # What is exported is what was trained: a model that rounds.
-        with trained_for.fake_quantization(model).applied() if rounded else nullcontext():
+        with trained_for.fake_quantization(model).enable() if is_rounded else nullcontext():
             if measure is logits:
                 rows = answer(model, rows)
-            trained = measure(model, rows)
+            trained_values = measure(model, rows)
         training = None
         if merge:
             with model.disable_adapter():
-                training = compare(trained, measure(model, rows))
+                training = compare(trained_values, measure(model, rows))
             with warnings.catch_warnings():
                 # That embeddings are two weights now. The result says so.
                 warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied")
@@ -224,9 +224,9 @@ def export_run(
             gc.collect()
             # What others will load.
             exported_model = auto_class.from_pretrained(partial, dtype=dtype).eval()
-            measured = measure(exported_model, rows)
-            exported = compare(trained, measured)
-            weights = exported
+            exported_values = measure(exported_model, rows)
+            difference = compare(trained_values, exported_values)
+            weights = difference
             if dtype != "float32":
                 # Its scales are not made float32 afterwards.
                 in_float32 = (
@@ -234,12 +234,12 @@ def export_run(
                     if quantization is None
                     else auto_class.from_pretrained(partial, dtype="float32")
                 )
-                weights = compare(trained, measure(in_float32.eval(), rows))
+                weights = compare(trained_values, measure(in_float32.eval(), rows))
             good, verdict = False, base_check.text
             if base_check.same is not False:
-                new_rounding = quantization.describe() if quantization is not None and not rounded else None
+                new_rounding = quantization.describe() if quantization is not None and not is_rounded else None
                 rounds_activations = quantization is not None and quantization.activation_dtype is not None
-                good, verdict = judge(dtype, exported, training, new_rounding, rounds_activations)
+                good, verdict = judge(dtype, difference, training, new_rounding, rounds_activations)
             export = Export(
                 output_dir=str(output_dir),
                 run_dir=str(run_dir),
@@ -256,11 +256,13 @@ def export_run(
                 tied=tied,
                 untied=config.tie_word_embeddings and not tied,
                 prompts=len(rows),
-                positions=sum(map(len, trained)),
-                scores={"trained": _range(trained), "exported": _range(measured)} if measure is preferences else None,
+                positions=sum(map(len, trained_values)),
+                scores={"trained": _range(trained_values), "exported": _range(exported_values)}
+                if measure is preferences
+                else None,
                 training=training,
                 weights=weights,
-                exported=exported,
+                exported=difference,
                 good=good,
                 verdict=verdict,
             )

@@ -180,14 +180,14 @@ class Source:
     def _load_from_adapter(self, model: PreTrainedModel, names: Collection[str]) -> None:
         """Load weights that the base has not from the adapter. With and without it, a model has one head then."""
         with safe_open(self.directory / SAFETENSORS_WEIGHTS_NAME, "pt") as file:
-            saved = {name: f"{PEFT_PREFIX}{name}" for name in names}
-            if absent := [name for name, key in saved.items() if key not in file.keys()]:  # noqa: SIM118
+            keys = {name: f"{PEFT_PREFIX}{name}" for name in names}
+            if absent := [name for name, key in keys.items() if key not in file.keys()]:  # noqa: SIM118
                 raise UserError(
                     f"Neither {self.base} nor the adapter in {self.directory} has weights for {', '.join(absent)}. Give the "
                     "model that the adapter was trained on, --base_model DIRECTORY; a new head is kept with an adapter "
                     "that trains it: lora_task_type: SEQ_CLS."
                 )
-            model.load_state_dict({name: file.get_tensor(key) for name, key in saved.items()}, strict=False)
+            model.load_state_dict({name: file.get_tensor(key) for name, key in keys.items()}, strict=False)
 
     def _check_base(self, model: PreTrainedModel, new: Collection[str]) -> BaseCheck:
         differences = find_differences(self.directory, model, new)
@@ -197,12 +197,12 @@ class Source:
                 f"Whether {self.base} is the base that the adapter was trained on could not be verified: {self.directory} has no "
                 f"{BASE_FILE} that fits it.",
             )
-        compared, differing = differences
+        num_compared, differing = differences
         if not differing:
-            return BaseCheck(True, f"The base is the one of the training: {compared} weights compared.")
+            return BaseCheck(True, f"The base is the one of the training: {num_compared} weights compared.")
         return BaseCheck(
             False,
-            f"{self.base} is not the base that the adapter was trained on: {len(differing)} of {compared} weights differ, "
+            f"{self.base} is not the base that the adapter was trained on: {len(differing)} of {num_compared} weights differ, "
             f"{differing[0]} first. The exported model is not what was trained. Give the base of the training, "
             f"{self.adapter.base_model_name_or_path} as it was then: --base_model DIRECTORY",
         )
@@ -285,14 +285,14 @@ def _only_errors() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def merge(trained: PeftModel) -> PreTrainedModel:
+def merge(model: PeftModel) -> PreTrainedModel:
     """
     Merge an adapter, which is not to be used afterwards, into its base, in the dtype that the weights have. Embeddings
     are tied if they still are one. Raises `ValueError` where the adapter has weights that are no numbers.
     """
-    base = trained.get_base_model()
+    base = model.get_base_model()
     if base.get_output_embeddings() is None:
-        return trained.merge_and_unload(safe_merge=True)
+        return model.merge_and_unload(safe_merge=True)
     embeddings = [base.get_input_embeddings(), base.get_output_embeddings()]
     if any(isinstance(module, BaseTunerLayer) for module in embeddings):
         # What an adapter adds to one of two tied weights would be added to both; to both, twice.
@@ -300,9 +300,9 @@ def merge(trained: PeftModel) -> PreTrainedModel:
         if layers[0].weight is layers[1].weight:
             layers[1].weight = nn.Parameter(layers[0].weight.detach().clone())
     was_tied = base.config.tie_word_embeddings
-    merged = trained.merge_and_unload(safe_merge=True)
-    weights = [merged.get_input_embeddings().weight, merged.get_output_embeddings().weight]
-    merged.config.tie_word_embeddings = was_tied and torch.equal(*weights)
-    if merged.config.tie_word_embeddings:
-        merged.tie_weights()
-    return merged
+    result = model.merge_and_unload(safe_merge=True)
+    weights = [result.get_input_embeddings().weight, result.get_output_embeddings().weight]
+    result.config.tie_word_embeddings = was_tied and torch.equal(*weights)
+    if result.config.tie_word_embeddings:
+        result.tie_weights()
+    return result

@@ -26,33 +26,33 @@ _LEAST_SUMMED = 2048
 
 class Dots(TorchDispatchMode):
     """
-    Context that records in `results` the matrix products with weights and the results of kernels, or gives those `recorded`
+    Context that records in `results` the matrix products with weights and the results of kernels, or gives those `recorded_dots`
     by an earlier context instead of computing them.
     """
 
-    _entered: ClassVar[list["Dots"]] = []
+    _contexts: ClassVar[list["Dots"]] = []
 
-    def __init__(self, recorded: list[Tensor] | None = None):
+    def __init__(self, recorded_dots: list[Tensor] | None = None):
         super().__init__()
         self.results: list[Tensor] = []
-        self._recorded = None if recorded is None else iter(recorded)
+        self._recorded_dots = None if recorded_dots is None else iter(recorded_dots)
         self._is_paused = False
 
     def __enter__(self) -> "Dots":
-        Dots._entered.append(self)
+        Dots._contexts.append(self)
         return super().__enter__()
 
     def __exit__(self, *args) -> None:
-        Dots._entered.pop()
+        Dots._contexts.pop()
         super().__exit__(*args)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if self._is_paused or function not in _DOTS or args[-1].shape[0] < _LEAST_SUMMED:
             return function(*args, **(kwargs or {}))
-        if self._recorded is None:
+        if self._recorded_dots is None:
             result = function(*args, **(kwargs or {}))
         else:
-            result = next(self._recorded)
+            result = next(self._recorded_dots)
             # Operators come here without the wrapper that tensors of lazy devices have for mutations.
             if torch._is_functional_tensor(result):
                 result = torch._from_functional_tensor(result)
@@ -65,11 +65,11 @@ def instead_of_product(product: Tensor, place: int, num_summed: int, compute: Ca
     What is computed in place of a linear layer's `product`, a sum of so many, which is dropped. Where [`Dots`] keep the
     product, as their result number `place`, they keep this instead: given again, it is what the layer seems to have computed.
     """
-    if not Dots._entered:
+    if not Dots._contexts:
         return compute()
-    dots = Dots._entered[-1]
+    dots = Dots._contexts[-1]
     is_kept = num_summed >= _LEAST_SUMMED
-    if is_kept and dots._recorded is not None:
+    if is_kept and dots._recorded_dots is not None:
         return product.view_as(product)
     dots._is_paused = True
     try:
@@ -83,7 +83,7 @@ def instead_of_product(product: Tensor, place: int, num_summed: int, compute: Ca
 
 def num_kept() -> int:
     """How many results [`Dots`] have kept so far."""
-    return len(Dots._entered[-1].results) if Dots._entered else 0
+    return len(Dots._contexts[-1].results) if Dots._contexts else 0
 
 
 def keep_results(
@@ -92,10 +92,10 @@ def keep_results(
     """
     The two results of a kernel, kept and given again where [`Dots`] are; `otherwise` says what to compute where they are not.
     """
-    if not Dots._entered:
+    if not Dots._contexts:
         return compute() if otherwise is None else otherwise()
-    dots = Dots._entered[-1]
-    results = compute() if dots._recorded is None else (next(dots._recorded), next(dots._recorded))
+    dots = Dots._contexts[-1]
+    results = compute() if dots._recorded_dots is None else (next(dots._recorded_dots), next(dots._recorded_dots))
     dots.results += results
     return results
 
@@ -111,11 +111,11 @@ class _Recomputed(torch.autograd.Function):
         ctx.call, ctx.backend, ctx.num_inputs = call, backend, len(inputs)
         numbers, ctx.state_of_host = RandomNumbers.current(backend.device), torch.get_rng_state()
         # What is computed again draws the same.
-        ctx.random_numbers = partial(RandomNumbers, numbers.seed, numbers.chip, numbers.drawn)
+        ctx.random_numbers = partial(RandomNumbers, numbers.seed, numbers.chip, numbers.num_draws)
         ctx.autocast = current_autocast(backend.device.type)
         with torch.no_grad(), ctx.random_numbers() as own, Dots() if keeps_dots else nullcontext() as dots:
             outputs = call(*inputs)
-        numbers.drawn = own.drawn
+        numbers.num_draws = own.num_draws
         ctx.save_for_backward(*inputs, *(dots.results if keeps_dots else ()))
         ctx.keeps_dots = keeps_dots
         return outputs
@@ -125,14 +125,14 @@ class _Recomputed(torch.autograd.Function):
         backend, count = ctx.backend, ctx.num_inputs
         # What is computed again depends on the gradient, so it is not what was computed before.
         present = [gradient for gradient in gradients if gradient is not None]
-        separated = backend.separate([*ctx.saved_tensors, *present])
-        saved, present = separated[: len(ctx.saved_tensors)], iter(separated[len(ctx.saved_tensors) :])
+        tensors = backend.separate([*ctx.saved_tensors, *present])
+        saved_tensors, present = tensors[: len(ctx.saved_tensors)], iter(tensors[len(ctx.saved_tensors) :])
         gradients = [None if gradient is None else next(present) for gradient in gradients]
         inputs = [
             value.detach().requires_grad_(needs)
-            for value, needs in zip(saved[:count], ctx.needs_input_grad[4:], strict=True)
+            for value, needs in zip(saved_tensors[:count], ctx.needs_input_grad[4:], strict=True)
         ]
-        dots = Dots(list(saved[count:])) if ctx.keeps_dots else nullcontext()
+        dots = Dots(list(saved_tensors[count:])) if ctx.keeps_dots else nullcontext()
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), ctx.autocast(), ctx.random_numbers(), dots:
             torch.set_rng_state(ctx.state_of_host)
             outputs = ctx.call(*inputs)
@@ -180,7 +180,7 @@ def recompute(module: nn.Module, backend: Backend, keeps_dots: bool, function: C
     # holds empty stores only: in the layer's own store there will be tensors of that graph, which would never be freed.
     stores = {place: leaf for place, leaf in enumerate(leaves) if _is_store(leaf)}
     contents, structure_of_contents = tree_flatten([dict(store) for store in stores.values()])
-    empty = {place: _emptied(store) for place, store in stores.items()}
+    empty = {place: _empty_copy(store) for place, store in stores.items()}
     leaves = [empty.get(place, leaf) for place, leaf in enumerate(leaves)]
     num_leaves, leaves = len(leaves), leaves + contents
     # Keywords such as masks are the same for all layers. Only those with a gradient have to pass through autograd's function.
@@ -206,20 +206,20 @@ def recompute(module: nn.Module, backend: Backend, keeps_dots: bool, function: C
         # Collected without a graph, logits would have no gradient.
         with collect_apart() if collects else nullcontext([]) as logits:
             result = function(*args, **dict(keywords))
-        left = [
+        writes = [
             {key: value for key, value in values[place].items() if content.get(key) is not value}
             for place, content in zip(empty, before, strict=True)
         ]
-        outputs, structure_of_outputs = tree_flatten((result, left, logits))
+        outputs, structure_of_outputs = tree_flatten((result, writes, logits))
         return tuple(outputs)
 
     is_trained = any(parameter.requires_grad for parameter in module.parameters())
     anchor = torch.empty(0, requires_grad=is_trained)
     outputs = _Recomputed.apply(call, backend, keeps_dots, anchor, *tensors)
-    result, left, logits = tree_unflatten(outputs, structure_of_outputs)
+    result, writes, logits = tree_unflatten(outputs, structure_of_outputs)
     if collects:
         give_to_model(logits)
-    for store, content in zip(stores.values(), left, strict=True):
+    for store, content in zip(stores.values(), writes, strict=True):
         store.update(content)
     return result
 
@@ -229,7 +229,7 @@ def _is_store(value: Any) -> bool:
     return isinstance(value, MutableMapping)
 
 
-def _emptied(store: MutableMapping) -> MutableMapping:
+def _empty_copy(store: MutableMapping) -> MutableMapping:
     empty = copy(store)
     empty.clear()
     return empty

@@ -36,7 +36,7 @@ class LayerTraces:
             The backend in use.
         dtype (`torch.dtype`, *optional*):
             What autocast computes in.
-        routed (`bool`, *optional*, defaults to `False`):
+        is_routed (`bool`, *optional*, defaults to `False`):
             Whether the model will be asked for the logits of its routers, whatever its configuration says.
 
     Attributes:
@@ -49,11 +49,11 @@ class LayerTraces:
         place: tuple[nn.Module, str],
         backend: Backend,
         dtype: torch.dtype | None,
-        routed: bool = False,
+        is_routed: bool = False,
     ):
         parent, name = place
         self._recorder = _Recorder(parent._modules[name], backend)
-        self.refused = self._record(model, parent, name, backend, dtype, routed)
+        self.refusal = self._record(model, parent, name, backend, dtype, is_routed)
 
     def _record(
         self,
@@ -62,13 +62,13 @@ class LayerTraces:
         name: str,
         backend: Backend,
         dtype: torch.dtype | None,
-        routed: bool,
+        is_routed: bool,
     ) -> str | None:
         takes = inspect.signature(model.forward).parameters
         if "input_ids" not in takes:
             return f"{type(model).__name__} takes other inputs than text"
         rows = torch.zeros((backend.num_chips, _LENGTH), dtype=torch.int64, device=backend.device)
-        settings = {"use_cache": False, **({"output_router_logits": True} if routed else {})}
+        settings = {"use_cache": False, **({"output_router_logits": True} if is_routed else {})}
         inputs = {"input_ids": rows, **{name: value for name, value in settings.items() if name in takes}}
         layers, parent._modules[name] = parent._modules[name], self._recorder
         try:
@@ -85,13 +85,13 @@ class LayerTraces:
                     contexts.enter_context(context)
                 model(**inputs)
         except _LayersDone:
-            return self._recorder.refused
+            return self._recorder.refusal
         except Exception as error:
             # Code of any family, which may need more inputs than these: layers are unrolled then, and the run goes on.
             return f"{type(model).__name__} cannot be traced with text alone ({type(error).__name__}: {error})"
         finally:
             parent._modules[name] = layers
-        return self._recorder.refused or "the model does not call all of its layers, one after the other"
+        return self._recorder.refusal or "the model does not call all of its layers, one after the other"
 
     def why_differs(self, earlier: int, number: int) -> str | None:
         """How the function that a layer is differs from that of an earlier one, its parameters aside."""
@@ -118,7 +118,7 @@ class _Recorder(CalledLayers):
         for number, layer in enumerate(layers):
             self.add_module(str(number), layer)
         self._seed = torch.zeros((), dtype=torch.int32, device=backend.device)
-        self.refused: str | None = None
+        self.refusal: str | None = None
         # For each layer what it is called with, and what it computes.
         self.functions: list[tuple[dict[str, Any], list]] = []
         # Tensors are known by their identity, which holds as long as they live.
@@ -130,8 +130,8 @@ class _Recorder(CalledLayers):
         return RandomNumbers(self._seed)
 
     def call_layer(self, number: int, *args: Any, **kwargs: Any) -> Tensor:
-        self.refused = self._why_refused(number, args)
-        if self.refused is not None:
+        self.refusal = self._why_refused(number, args)
+        if self.refusal is not None:
             raise _LayersDone
         hidden, *rest = args
         leaves, structure = tree_flatten_with_path((rest, kwargs))
@@ -150,13 +150,13 @@ class _Recorder(CalledLayers):
         with self.draws(), operators:
             # Not its own `__call__`, which checkpoints activations.
             self._output = nn.Module.__call__(layer, *args, **kwargs)
-        self.functions.append((arguments, operators.found))
+        self.functions.append((arguments, operators.operators))
         self._alive += operators.alive
         if not isinstance(self._output, Tensor):
-            self.refused = f"layers return a {type(self._output).__name__}, not hidden states alone"
-        elif changed := next((name for name, was in _versions(layer).items() if was != buffers.get(name)), None):
-            self.refused = f"layer {number} changes its buffer {changed}"
-        if self.refused is not None or number == len(self) - 1:
+            self.refusal = f"layers return a {type(self._output).__name__}, not hidden states alone"
+        elif buffer := next((name for name, was in _versions(layer).items() if was != buffers.get(name)), None):
+            self.refusal = f"layer {number} changes its buffer {buffer}"
+        if self.refusal is not None or number == len(self) - 1:
             raise _LayersDone
         return self._output
 
@@ -193,7 +193,7 @@ class _Operators(TorchFunctionMode):
     def __init__(self, device: torch.device):
         super().__init__()
         self._device = device
-        self.found: list[tuple] = []
+        self.operators: list[tuple] = []
         self.alive: list[Tensor] = []
         self._names: dict[int, Any] = {}
 
@@ -208,9 +208,9 @@ class _Operators(TorchFunctionMode):
         tensors = [*results, *(value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor))]
         # Operators of this package are built on the host when they are first used.
         if any(tensor.device == self._device for tensor in tensors):
-            self.found.append((function, self._describe(args), self._describe(kwargs or {})))
+            self.operators.append((function, self._describe(args), self._describe(kwargs or {})))
             for place, tensor in enumerate(results):
-                self.name(tensor, (len(self.found), place))
+                self.name(tensor, (len(self.operators), place))
         return result
 
     def _describe(self, value: Any) -> Any:

@@ -70,35 +70,35 @@ class RandomNumbers(AbstractContextManager):
         chip (`torch.Tensor` of shape `()`, int32, *optional*):
             The number of the part of the rows that is computed with, where each part is computed by itself, by its own chip or in
             its own turn of a loop. By default there is one.
-        drawn (`int`, *optional*, defaults to 0):
+        num_draws (`int`, *optional*, defaults to 0):
             How many draws with this seed there were before.
     """
 
-    _entered: ClassVar[list["RandomNumbers"]] = []
+    _contexts: ClassVar[list["RandomNumbers"]] = []
 
-    def __init__(self, seed: Tensor, chip: Tensor | None = None, drawn: int = 0):
+    def __init__(self, seed: Tensor, chip: Tensor | None = None, num_draws: int = 0):
         self.seed, self.chip = seed, chip
         #: Draws so far.
-        self.drawn = drawn
+        self.num_draws = num_draws
 
     @classmethod
     def current(cls, device: torch.device) -> "RandomNumbers":
         """The innermost context. Outside of any, one whose seed the device's own generator draws."""
-        if cls._entered:
-            return cls._entered[-1]
+        if cls._contexts:
+            return cls._contexts[-1]
         return cls(torch.randint(-_LARGEST, _LARGEST - 1, (), dtype=torch.int32, device=device))
 
     def __enter__(self) -> "RandomNumbers":
-        if not self._entered:
+        if not self._contexts:
             for owner, name, draw in DRAWS:
                 _PYTORCHS[owner, name] = vars(owner).get(name)
                 setattr(owner, name, _replacement(getattr(owner, name), draw))
-        self._entered.append(self)
+        self._contexts.append(self)
         return self
 
     def __exit__(self, *error) -> None:
-        self._entered.pop()
-        if self._entered:
+        self._contexts.pop()
+        if self._contexts:
             return
         for (owner, name), function in _PYTORCHS.items():
             if function is None:
@@ -111,8 +111,8 @@ class RandomNumbers(AbstractContextManager):
 
     def next_seed(self) -> Tensor:
         """Another seed at each call, int32 of shape `()`."""
-        self.drawn += 1
-        return scramble(self.seed + as_int32(self.drawn * _BY_DRAW))
+        self.num_draws += 1
+        return scramble(self.seed + as_int32(self.num_draws * _BY_DRAW))
 
     def seeds(self, count: int) -> Tensor:
         """Seeds for so many iterations of a loop, each with the number of the chip, or 0: `(count, 2)`, int32."""
@@ -195,8 +195,8 @@ def _dropout(
 ):
     if not (_on_device(input) and training and 0 < p <= 1):
         return func(input, p, training, **({"inplace": True} if inplace else {}))
-    dropped = numbers.drop(input, p)
-    return input.copy_(dropped) if inplace else dropped
+    result = numbers.drop(input, p)
+    return input.copy_(result) if inplace else result
 
 
 def _attention(
@@ -281,12 +281,14 @@ def _integers(numbers: RandomNumbers, like: Tensor, low: int, high: int) -> Tens
 
 
 def _randint(numbers: RandomNumbers, func: Callable, *args: Any, **kwargs: Any):
-    named = dict(kwargs)
-    *bounds, size = *args, *([named.pop("size")] if "size" in named else [])
+    options = dict(kwargs)
+    *bounds, size = *args, *([options.pop("size")] if "size" in options else [])
     low, high = (
-        bounds if len(bounds) == 2 else (named.pop("low", 0), *bounds, *([named.pop("high")] if not bounds else []))
+        bounds
+        if len(bounds) == 2
+        else (options.pop("low", 0), *bounds, *([options.pop("high")] if not bounds else []))
     )
-    empty = torch.empty(size, **{"dtype": torch.int64, **named})
+    empty = torch.empty(size, **{"dtype": torch.int64, **options})
     if not _on_device(empty):
         return func(*args, **kwargs)
     return _integers(numbers, empty, low, high).to(empty.dtype)
@@ -339,7 +341,7 @@ def _replacement(function: Callable, draw: Callable) -> Callable:
     def call(*args, **kwargs):
         if kwargs.get("generator") is not None:
             return function(*args, **kwargs)
-        return draw(RandomNumbers._entered[-1], function, *args, **kwargs)
+        return draw(RandomNumbers._contexts[-1], function, *args, **kwargs)
 
     return call
 

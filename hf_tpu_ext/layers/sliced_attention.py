@@ -47,12 +47,12 @@ class _Slices(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple:
-        needed = ctx.needs_input_grad[5:]
+        is_needed = ctx.needs_input_grad[5:]
         is_cut = [dim is not None for dim in ctx.dims]
         shared, entries = _shared_and_own(ctx.dims, ctx.saved_tensors, ctx.parts)
         sums = tuple(
             torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
-            for tensor, cut, needs_grad in zip(ctx.saved_tensors, is_cut, needed, strict=True)
+            for tensor, cut, needs_grad in zip(ctx.saved_tensors, is_cut, is_needed, strict=True)
             if needs_grad and not cut
         )
 
@@ -63,22 +63,26 @@ class _Slices(torch.autograd.Function):
             with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
                 tensors = [
                     tensor.detach().requires_grad_(needs_grad)
-                    for tensor, needs_grad in zip(_together(ctx.dims, shared, entries), needed, strict=True)
+                    for tensor, needs_grad in zip(_together(ctx.dims, shared, entries), is_needed, strict=True)
                 ]
                 with ctx.autocast():
                     output = ctx.attend(*tensors)
-                gradients = torch.autograd.grad(output, list(compress(tensors, needed)), gradient)
-            by_slice = list(compress(is_cut, needed))
+                gradients = torch.autograd.grad(output, list(compress(tensors, is_needed)), gradient)
+            by_slice = list(compress(is_cut, is_needed))
             more = [gradient for gradient, cut in zip(gradients, by_slice, strict=True) if not cut]
             sums = tuple(total + gradient for total, gradient in zip(sums, more, strict=True))
             return (shared, sums), tuple(compress(gradients, by_slice))
 
         entries = (_split(gradient, ctx.output_dim, ctx.parts), *entries)
-        (_, sums), stacked = ctx.backend.loops.scan(differentiate_slice, (shared, sums), entries)
-        sums, stacked = iter(sums), iter(stacked)
+        (_, sums), stacked_gradients = ctx.backend.loops.scan(differentiate_slice, (shared, sums), entries)
+        sums, stacked_gradients = iter(sums), iter(stacked_gradients)
         gradients = [
-            None if not needs_grad else _merge(next(stacked), dim) if dim is not None else next(sums).to(tensor.dtype)
-            for tensor, dim, needs_grad in zip(ctx.saved_tensors, ctx.dims, needed, strict=True)
+            None
+            if not needs_grad
+            else _merge(next(stacked_gradients), dim)
+            if dim is not None
+            else next(sums).to(tensor.dtype)
+            for tensor, dim, needs_grad in zip(ctx.saved_tensors, ctx.dims, is_needed, strict=True)
         ]
         return *[None] * 5, *gradients
 
@@ -87,8 +91,8 @@ def _split(tensor: Tensor, dim: int, parts: int) -> Tensor:
     return tensor.unflatten(dim, (parts, -1)).movedim(dim, 0)
 
 
-def _merge(stacked: Tensor, dim: int) -> Tensor:
-    return stacked.movedim(0, dim).flatten(dim, dim + 1)
+def _merge(parts: Tensor, dim: int) -> Tensor:
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _shared_and_own(dims: list[int | None], tensors: tuple[Tensor, ...], parts: int) -> tuple[tuple, tuple]:
@@ -106,12 +110,12 @@ def _together(dims: list[int | None], shared: tuple[Tensor, ...], own: tuple[Ten
 def _choose_parts(query: Tensor, key: Tensor, num_chips: int) -> list[int]:
     """Into how many parts to cut rows, heads and queries. Parts of a cut have the same size; heads of one key stay together."""
     batch, heads, queries, _ = query.shape
-    needed = ceil(batch * heads * queries * key.shape[2] / (num_chips * SLICE_ELEMENTS))
+    num_slices = ceil(batch * heads * queries * key.shape[2] / (num_chips * SLICE_ELEMENTS))
     counts = []
     # Rows that are split over chips are on all of them at once.
     for size in (batch if num_chips == 1 else 1, key.shape[1], queries):
-        counts.append(max(parts for parts in range(1, min(size, needed) + 1) if size % parts == 0))
-        needed = ceil(needed / counts[-1])
+        counts.append(max(parts for parts in range(1, min(size, num_slices) + 1) if size % parts == 0))
+        num_slices = ceil(num_slices / counts[-1])
     return counts
 
 
@@ -208,8 +212,8 @@ def sliced_attention(
         )
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *of_mask: Tensor) -> Tensor:
-        added = mask.block(*of_mask) if by_token else of_mask[0] if of_mask else None
-        return eager(module, query, key, value, added, dropout=0.0, **used)[0]
+        mask_of_slice = mask.block(*of_mask) if by_token else of_mask[0] if of_mask else None
+        return eager(module, query, key, value, mask_of_slice, dropout=0.0, **used)[0]
 
     for (dims, output_dim), count in reversed(list(zip(_CUTS, parts, strict=True))):
         if count > 1:

@@ -65,7 +65,7 @@ class Instruction:
         return tuple(re.findall(r"%([\w.-]+)", self.rest.partition(")")[0]))
 
     @cached_property
-    def called(self) -> tuple[str, ...]:
+    def callees(self) -> tuple[str, ...]:
         """Names of the computations that it refers to."""
         return tuple(
             name.strip(" %") for groups in _CALLED.findall(self.rest) for name in (groups[0] or groups[1]).split(",")
@@ -151,21 +151,21 @@ def find_collectives(module: Module) -> Iterator[Collective]:
     for computation, lines in module.computations.items():
         # Compilers for TPU have no instruction for a reduce-scatter: they fuse an all-reduce with the slicing of its result.
         # Its channel says nothing.
-        fused = computation.startswith("all-reduce-scatter")
+        is_fused = computation.startswith("all-reduce-scatter")
         for line in lines.values():
             kind = line.opcode.removesuffix("-start")
             if kind not in KINDS:
                 continue
             channel = line.attribute("channel_id")
-            if not fused and channel in channels:
+            if not is_fused and channel in channels:
                 continue
-            if not fused and channel is not None:
+            if not is_fused and channel is not None:
                 channels.add(channel)
             operands = tuple(shape for operand in line.operands for shape in lines[operand].shapes)
             # The result of an asynchronous start holds its operands as well, before what it makes.
             tensors = line.shapes[-len(operands) :] if kind == "all-gather" else operands
-            named = "reduce-scatter" if fused else kind
-            yield Collective(named, tensors, _group_size(line), computation)
+            name = "reduce-scatter" if is_fused else kind
+            yield Collective(name, tensors, _group_size(line), computation)
 
 
 def argument_shapes(text: str) -> list[Shape]:

@@ -57,15 +57,15 @@ def measure_cost(text: str) -> Cost:
     module = parse_module(text)
     runs, unknown = count_runs(module)
     cycles = traffic = kernel_flops = 0
-    for (computation, fused), times in runs.items():
+    for (computation, is_fused), times in runs.items():
         lines = module.computations[computation]
         for line in lines.values():
-            if not fused:
+            if not is_fused:
                 cycles += times * estimated_cycles(line)
                 traffic += times * memory_bytes(line, lines, module)
             if KERNEL in line.rest:
-                if named := _KERNEL_FLOPS.search(line.op_name):
-                    kernel_flops += times * int(named[1])
+                if match := _KERNEL_FLOPS.search(line.op_name):
+                    kernel_flops += times * int(match[1])
                 else:
                     unknown[f"what the kernel {line.name} does"] += 1
     return Cost(cycles, traffic, _exchanges(module, runs), list(unknown), kernel_flops)
@@ -73,8 +73,8 @@ def measure_cost(text: str) -> Cost:
 
 def estimated_cycles(line: Instruction) -> int:
     """What the compiler estimates for an instruction that is not inside of a fusion; 0 where it says nothing."""
-    estimated = re.search(r'"estimated_cycles":"(\d+)"', line.rest)
-    return 0 if estimated is None else int(estimated[1])
+    match = re.search(r'"estimated_cycles":"(\d+)"', line.rest)
+    return 0 if match is None else int(match[1])
 
 
 def count_runs(module: Module) -> tuple[Counter[tuple[str, bool]], Counter[str]]:
@@ -82,20 +82,20 @@ def count_runs(module: Module) -> tuple[Counter[tuple[str, bool]], Counter[str]]
     runs: Counter[tuple[str, bool]] = Counter()
     unknown: Counter[str] = Counter()
 
-    def run(computation: str, times: int, fused: bool) -> None:
-        runs[computation, fused] += times
+    def run(computation: str, times: int, is_fused: bool) -> None:
+        runs[computation, is_fused] += times
         for line in module.computations[computation].values():
             if line.opcode == "while":
                 trips = count_trips(module, computation, line)
                 if trips is None:
                     unknown[f"the trip count of the loop {line.name}"] += 1
                     trips = 1
-                for called in line.called:
-                    run(called, times * trips, fused)
+                for callee in line.callees:
+                    run(callee, times * trips, is_fused)
             elif "to_apply=" not in line.rest or line.opcode == "call":
                 # What a reduction applies to each pair of elements counts with the reduction.
-                for called in line.called:
-                    run(called, times, fused or line.opcode == "fusion")
+                for callee in line.callees:
+                    run(callee, times, is_fused or line.opcode == "fusion")
 
     run(module.entry, 1, False)
     return runs, unknown

@@ -78,9 +78,9 @@ def _evaluator(
         if line.opcode == "get-tuple-element":
             return argument(int(line.attribute("index"))) if lines[operands[0]].opcode == "parameter" else None
         if line.opcode in ("fusion", "call"):
-            (called,) = line.called
-            inner = _evaluator(module, called, lambda index: value(operands[index]), may_go_on)
-            return inner(module.root(called).name)
+            (callee,) = line.callees
+            inner = _evaluator(module, callee, lambda index: value(operands[index]), may_go_on)
+            return inner(module.root(callee).name)
         if line.opcode == "select":
             # The other operand may depend on data. It is evaluated all the same, so that a late iteration needs no deep recursion.
             predicate, yes, no = map(value, operands)

@@ -26,13 +26,13 @@ def memory_bytes(line: Instruction, lines: dict[str, Instruction], module: Modul
         result = line.shapes[0 if line.opcode == "copy-start" else 1]
         return _in_memory(result) + (0 if operands[0].shapes[0].space else result.num_bytes)
     if line.opcode == "fusion":
-        (called,) = line.called
+        (callee,) = line.callees
         num_bytes = sum(
-            min(_in_memory(operand.shapes[0]), _bytes_read(module, called, index))
+            min(_in_memory(operand.shapes[0]), _bytes_read(module, callee, index))
             for index, operand in enumerate(operands)
             if len(operand.shapes) == 1
         )
-        outputs = zip(line.shapes, _bytes_written(module, called), strict=False)
+        outputs = zip(line.shapes, _bytes_written(module, callee), strict=False)
         return num_bytes + sum(min(_in_memory(shape), size) for shape, size in outputs)
     if line.opcode in _SLICES:
         result = line.shapes[0]
@@ -73,10 +73,10 @@ def _read_by_users(module: Module, lines: dict[str, Instruction], source: Instru
             continue
         elif line.opcode == "bitcast":
             yield from _read_by_users(module, lines, line)
-        elif line.opcode == "fusion" and _is_view(module, line.called[0], index):
+        elif line.opcode == "fusion" and _is_view(module, line.callees[0], index):
             yield from _read_by_users(module, lines, line)
         elif line.opcode == "fusion":
-            yield _bytes_read(module, line.called[0], index)
+            yield _bytes_read(module, line.callees[0], index)
         else:
             yield source.shapes[0].num_bytes
 
@@ -99,7 +99,7 @@ def _bytes_written(module: Module, computation: str) -> list[int]:
         if line.opcode == "bitcast":
             return sizes_of(lines[line.operands[0]])
         if line.opcode == "fusion":
-            return _bytes_written(module, line.called[0])
+            return _bytes_written(module, line.callees[0])
         if line.opcode == "dynamic-update-slice":
             return [lines[line.operands[1]].shapes[0].num_bytes]
         return [shape.num_bytes for shape in line.shapes]

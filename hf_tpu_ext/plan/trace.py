@@ -123,7 +123,7 @@ class TracingMixin(EveryLengthMixin):
         args.step_replay = True
         self._max_steps = args.max_steps if args.max_steps > 0 else None
         # The reference of a preference trainer may be run before training.
-        self._traced: dict[tuple[str, tuple[int, ...]], TracedProgram] = {}
+        self._traced_programs: dict[tuple[str, tuple[int, ...]], TracedProgram] = {}
         self._bar = tqdm(disable=True)
         self._sent_batch: dict[str, Any] = {}
         super().__init__(args=args, **kwargs)
@@ -148,11 +148,11 @@ class TracingMixin(EveryLengthMixin):
         steps = self._max_steps
         if steps is None and rows is not None:
             steps = max(1, int(-(-rows // self.chips.rows_per_step) * self.args.num_train_epochs))
-        parameters, trained = count_parameters(self.model)
+        parameters, num_trained = count_parameters(self.model)
         return Run(
             config=self.model.config,
             parameters=parameters,
-            trained_parameters=trained,
+            trained_parameters=num_trained,
             precision="; ".join([facts.precision, *self.frozen.lines()]),
             mesh=self.chips.mesh,
             per_device_train_batch_size=self.args.per_device_train_batch_size,
@@ -163,7 +163,7 @@ class TracingMixin(EveryLengthMixin):
             max_steps=self._max_steps,
             token_share=facts.token_share,
             token_waste=facts.token_waste,
-            trains_in_float32=trained == parameters
+            trains_in_float32=num_trained == parameters
             and any(parameter.dtype == torch.float32 for parameter in self.model.parameters()),
             other_passes=self._runs_other_passes,
             attention="slices" if is_sliced(self.model) else "splash",
@@ -194,7 +194,7 @@ class TracingMixin(EveryLengthMixin):
         module = self.backend.end_module() if run is None else run()
         shape = self.batch_shape if shape is None else shape
         key = (kind, shape)
-        if key not in self._traced:
+        if key not in self._traced_programs:
             arguments = [
                 Argument(
                     roles.get(id(argument), "other"),
@@ -206,7 +206,7 @@ class TracingMixin(EveryLengthMixin):
                     module.arguments, module.is_donated, module.shardings, strict=True
                 )
             ]
-            self._traced[key] = TracedProgram(kind, shape, module.module, arguments, self.backend.num_chips)
+            self._traced_programs[key] = TracedProgram(kind, shape, module.module, arguments, self.backend.num_chips)
             self._bar.update()
         return module
 
@@ -231,18 +231,18 @@ class TracingMixin(EveryLengthMixin):
         }
 
     def _send_rows(self, *args, **kwargs) -> dict[str, dict[Hashable, Any]]:
-        sent = super()._send_rows(*args, **kwargs)
-        self._sent_batch = sent["batch"]
-        return sent
+        device_data = super()._send_rows(*args, **kwargs)
+        self._sent_batch = device_data["batch"]
+        return device_data
 
     def _bfloat16_holds(self, weights: Sequence[torch.Tensor]) -> list[bool]:
         # There are no values to look at. What was published in bfloat16 is held.
-        published = AutoConfig.from_pretrained(self.model.config.name_or_path).dtype
-        return [published == torch.bfloat16] * len(weights)
+        published_dtype = AutoConfig.from_pretrained(self.model.config.name_or_path).dtype
+        return [published_dtype == torch.bfloat16] * len(weights)
 
     def _finalize_training(self, *args):
         # Within training, where frozen weights have the dtype that they are trained beside.
-        raise Traced(list(self._traced.values()), self._describe_run())
+        raise Traced(list(self._traced_programs.values()), self._describe_run())
 
 
 def _no_rewards(completions: Sequence[Any], **kwargs) -> list[float]:

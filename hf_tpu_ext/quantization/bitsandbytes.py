@@ -37,18 +37,18 @@ def pack_linear_layers(model: nn.Module, backend: Backend) -> None:
         bitsandbytes.nn.Linear4bit: partial(_pack_4bit, backend=backend),
         bitsandbytes.nn.Linear8bitLt: _pack_8bit,
     }
-    unpacked = 0
+    num_unpacked = 0
     for parent in list(model.modules()):
         # What accelerate would compare with the device of the run.
         vars(parent).pop("hf_device_map", None)
         for name, child in list(parent.named_children()):
             if type(child) in makers:
                 layer = makers[type(child)](child)
-                unpacked += isinstance(layer, nn.Linear)
+                num_unpacked += isinstance(layer, nn.Linear)
                 parent.register_module(name, layer.train(child.training))
-    if unpacked:
+    if num_unpacked:
         logger.warning(
-            f"{unpacked} quantized linear layers are kept unpacked on the device, with the same numbers: their in_features "
+            f"{num_unpacked} quantized linear layers are kept unpacked on the device, with the same numbers: their in_features "
             "are no multiple of the block of bitsandbytes (64)."
         )
 
@@ -82,7 +82,7 @@ def _pack_4bit(layer: Any, backend: Backend) -> nn.Module:
 
     state = weight.quant_state
     if layer.in_features % state.blocksize or state.nested and state.state2.blocksize != _NESTED_BLOCK:
-        return _unpacked(dequantize_4bit(weight.data, state), layer.bias)
+        return _make_plain(dequantize_4bit(weight.data, state), layer.bias)
     words = weight.data.view(torch.uint8).view(layer.out_features, -1).view(torch.int32)
     packed = {"words": words.t().contiguous()}
     if state.nested:
@@ -108,7 +108,7 @@ def _in_groups(codes: Tensor) -> Tensor:
 def _plan_4bit(layer: Any, backend: Backend) -> nn.Module:
     weight, out_features, in_features = layer.weight, layer.out_features, layer.in_features
     if in_features % weight.blocksize:
-        return _unpacked(weight, layer.bias)
+        return _make_plain(weight, layer.bias)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -144,7 +144,7 @@ def _pack_8bit(layer: Any) -> nn.Module:
     return PackedLinear8bit({"codes": codes.data, "scales": scales.float()}, layer.bias)
 
 
-def _unpacked(weight: Tensor, bias: nn.Parameter | None) -> nn.Linear:
+def _make_plain(weight: Tensor, bias: nn.Parameter | None) -> nn.Linear:
     layer = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
     layer.weight, layer.bias = nn.Parameter(weight.detach(), requires_grad=False), bias
     return layer

@@ -106,7 +106,7 @@ def _with_rounded_rows(cls: type[nn.Embedding]) -> type:
 
 class FakeQuantization:
     """
-    Fake quantization of a model's linear layers, in place, within the context that `applied` makes.
+    Fake quantization of a model's linear layers, in place, within the context that `enable` makes.
 
     Parameters, their names and checkpoints stay as they are. The output head and the embeddings are left out, as
     transformers leaves them out when it loads a model with a `TorchAoConfig`, unless they are asked for.
@@ -152,9 +152,9 @@ class FakeQuantization:
         self._check_group_size()
 
     def _find_adapters(self, model: nn.Module) -> dict[str, LoraLinear]:
-        adapters, rounded = {}, set(self.linears.values())
+        adapters, rounded_layers = {}, set(self.linears.values())
         for name, module in model.named_modules():
-            if isinstance(module, BaseTunerLayer) and module.get_base_layer() in rounded:
+            if isinstance(module, BaseTunerLayer) and module.get_base_layer() in rounded_layers:
                 if type(module) is not LoraLinear or module.lora_variant or any(module.lora_bias.values()):
                     raise UserError(
                         f"qat_adapters='inside' rounds W + B A of plain LoRA, and {name_of_any_layer(name)} has another kind "
@@ -174,15 +174,15 @@ class FakeQuantization:
         common = math.gcd(*widths.values())
         for name, width in widths.items():
             if width % self.rounding.group_size:
-                allowed = [str(size) for size in (256, 128, 64, 32, 16, 8, 4, 2) if common % size == 0]
-                fix = f"Set it to a size that divides the inputs of all layers, one of {', '.join(allowed)}."
+                sizes = [str(size) for size in (256, 128, 64, 32, 16, 8, 4, 2) if common % size == 0]
+                fix = f"Set it to a size that divides the inputs of all layers, one of {', '.join(sizes)}."
                 raise UserError(
                     f"qat_group_size={self.rounding.group_size} does not divide the {width} inputs of "
-                    f"{name_of_any_layer(name)}. {fix if allowed else 'No size does in all layers: leave qat_weight_dtype out.'}"
+                    f"{name_of_any_layer(name)}. {fix if sizes else 'No size does in all layers: leave qat_weight_dtype out.'}"
                 )
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
+    def enable(self) -> Iterator[None]:
         """Within this context, the layers of the model round."""
         inside = {module.get_base_layer() for module in self.inside.values()}
         classes = {module: FakeQuantizedLinear for module in self.linears.values() if module not in inside}
@@ -202,12 +202,12 @@ class FakeQuantization:
     def rounding_head(self, apply: Callable) -> Callable:
         """`trl.kernels.ChunkedLogProbFunction.apply`, which takes the weight of the head by itself, with a rounded one."""
 
-        def rounded(hidden: Tensor, weight: Tensor, *args) -> tuple:
+        def apply_rounded(hidden: Tensor, weight: Tensor, *args) -> tuple:
             if self.rounding.on:
                 weight = self.rounding.round_weight(weight).to(weight.dtype)
             return apply(hidden, weight, *args)
 
-        return rounded
+        return apply_rounded
 
 
 def _modules_of_adapters(model: nn.Module) -> set[nn.Module]:

@@ -40,8 +40,8 @@ class PackedLinear(nn.Module, ABC):
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         self.register_parameter("bias", bias)
         #: The unpacked weight, where somebody has it in memory already.
-        self.unpacked: Tensor | None
-        self.register_buffer("unpacked", None, persistent=False)
+        self.unpacked_weight: Tensor | None
+        self.register_buffer("unpacked_weight", None, persistent=False)
 
     @abstractmethod
     def unpack(self, dtype: torch.dtype, *packed: Tensor) -> Tensor:
@@ -76,11 +76,11 @@ class PackedLinear(nn.Module, ABC):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.to(self.compute_dtype_for(x))
-        if self.unpacked is None:
+        if self.unpacked_weight is None:
             result = _Product.apply(self, x, *self.packed)
         else:
             with torch.autocast(x.device.type, enabled=False):
-                result = x @ self.unpacked
+                result = x @ self.unpacked_weight
         return result if self.bias is None else result + self.bias.to(x.dtype)
 
     def extra_repr(self) -> str:
@@ -211,7 +211,7 @@ def unpacked_once(layer: nn.Module) -> dict[str, tuple[Callable[..., Tensor], li
     as [`~hf_tpu_ext.layers.layer_scan.LayerStack`] takes it.
     """
     return {
-        f"{path}.unpacked": (module.unpack_for_both, [f"{path}.{name}" for name in module._packed])
+        f"{path}.unpacked_weight": (module.unpack_for_both, [f"{path}.{name}" for name in module._packed])
         for path, module in layer.named_modules()
         if isinstance(module, PackedLinear) and module.same_for_gradient
     }

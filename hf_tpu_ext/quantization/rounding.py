@@ -36,9 +36,9 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx, values: Tensor, scale: Tensor, zero: Tensor | int, lowest: int, highest: int) -> Tensor:
         # In torchao's order of operations: with another one, values half way between two would go the other way.
-        rounded = torch.round(values * (1.0 / scale)) + zero
-        ctx.save_for_backward((rounded >= lowest) & (rounded <= highest))
-        return (rounded.clamp(lowest, highest) - zero) * scale
+        integers = torch.round(values * (1.0 / scale)) + zero
+        ctx.save_for_backward((integers >= lowest) & (integers <= highest))
+        return (integers.clamp(lowest, highest) - zero) * scale
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple:
@@ -91,20 +91,20 @@ class Rounding:
 
     def round_weight(self, weight: Tensor) -> Tensor:
         """Round a matrix, in groups along its last dimension, which the size of a group divides. Returns float32."""
-        groups, scale = self._scaled(weight)
+        groups, scale = self._find_scale(weight)
         return _Rounded.apply(groups, scale, 0, self._lowest, -self._lowest - 1).flatten(-2)
 
     @torch.no_grad()
     def quantize_weight(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The integers of a rounded matrix, as int8 of its shape, and the scales of its groups: `(rows, groups)`."""
-        groups, scale = self._scaled(weight)
+        groups, scale = self._find_scale(weight)
         return self._to_integers(groups, scale).flatten(-2).to(torch.int8), scale.squeeze(-1)
 
     @property
     def _lowest(self) -> int:
         return -(2 ** (self.bits - 1))
 
-    def _scaled(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def _find_scale(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         groups = weight.float().unflatten(-1, (-1, self.group_size))
         with torch.no_grad():
             if self.scale == "mse":
@@ -117,16 +117,16 @@ class Rounding:
         # The weight of the largest magnitude becomes the lowest integer, since there is no such highest one.
         largest = torch.where(highest > -lowest, highest, lowest)
         largest = torch.where(largest.abs() < _EPS, _EPS, largest)
-        explained, scale = torch.zeros_like(largest), torch.full_like(largest, _EPS)
+        explained_sum, scale = torch.zeros_like(largest), torch.full_like(largest, _EPS)
         for range in _RANGES:
             integers = self._to_integers(groups, range / self._lowest * largest)
             # Of these integers the scale of the least squared error, which is the sum of squares less what is explained.
             product, squares = (groups * integers).sum(-1, keepdim=True), integers.square().sum(-1, keepdim=True)
-            fitted = product / squares.clamp(min=1)
-            is_better = product * fitted > explained
-            explained, scale = (
-                torch.where(is_better, product * fitted, explained),
-                torch.where(is_better, fitted, scale),
+            fitted_scale = product / squares.clamp(min=1)
+            is_better = product * fitted_scale > explained_sum
+            explained_sum, scale = (
+                torch.where(is_better, product * fitted_scale, explained_sum),
+                torch.where(is_better, fitted_scale, scale),
             )
         return split(scale)[0]
 

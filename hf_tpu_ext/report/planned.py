@@ -55,7 +55,7 @@ def compare_with_plan(run: Run, plan: Mapping[str, Any]) -> Section:
     Put what was planned, see [`read_plan`], beside what a run measured, in a table. What either does not know is left
     empty.
     """
-    derived, chip, backend = plan["derived"], plan["topology"]["chip"], run.begin["backend"]
+    estimates, chip, backend = plan["derived"], plan["topology"]["chip"], run.begin["backend"]
     model = run.begin["model"]
     section = Section(
         _TITLE, [f"Planned: {plan['facts']['model']}. Run: {model['name']}, {model['parameters']:,} parameters."]
@@ -68,15 +68,15 @@ def compare_with_plan(run: Run, plan: Mapping[str, Any]) -> Section:
         )
     memory, seconds = run.peak_memory_gib, run.middle("step_time")
     rate, utilization = run.middle("padded_tokens_per_second"), run.middle("mfu")
-    tokens, padded = (sum(counts[index] for counts in run.batches.values()) for index in (1, 2))
-    step, mfu, share = derived["step"], derived["mfu"], plan["token_share"]
+    tokens, all_tokens = (sum(counts[index] for counts in run.batches.values()) for index in (1, 2))
+    step, mfu, share = estimates["step"], estimates["mfu"], plan["token_share"]
     planned_step = "" if step is None else " to ".join(dict.fromkeys(map(format_seconds, step["seconds"])))
     rows = [
-        _row("peak HBM per chip", derived["peak_bytes"], memory and round(memory * 2**30), format_bytes),
+        _row("peak HBM per chip", estimates["peak_bytes"], memory and round(memory * 2**30), format_bytes),
         ["optimizer step", planned_step, "" if seconds is None else format_seconds(seconds)],
         _row(
             "tokens/s/chip, with padding",
-            derived["tokens_per_second"],
+            estimates["tokens_per_second"],
             rate and rate / backend["chips"],
             format_number,
         ),
@@ -84,7 +84,7 @@ def compare_with_plan(run: Run, plan: Mapping[str, Any]) -> Section:
         _row(
             "MFU, without padding",
             mfu and share and mfu * share,
-            utilization and utilization * tokens / padded,
+            utilization and utilization * tokens / all_tokens,
             _percent,
         ),
         ["graphs", str(len(plan["programs"])), str(len(run.programs))],
@@ -96,10 +96,10 @@ def compare_with_plan(run: Run, plan: Mapping[str, Any]) -> Section:
 def describe_in_lines(section: Section) -> list[str]:
     """Write a comparison without a page: a line for each figure that was measured."""
     lines = [
-        f"  {name}: {measured} measured; planned {planned or 'nothing'}"
+        f"  {name}: {run_text} measured; planned {plan_text or 'nothing'}"
         for table in section.tables
-        for name, planned, measured in table.rows
-        if measured
+        for name, plan_text, run_text in table.rows
+        if run_text
     ]
     return [f"{section.title}:", *(f"  {line}" for line in section.lines), *lines]
 
@@ -108,5 +108,5 @@ def _percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-def _row(name: str, planned: float | None, measured: float | None, words: Callable) -> list[str]:
-    return [name, *("" if value is None else words(value) for value in (planned, measured))]
+def _row(name: str, plan_value: float | None, run_value: float | None, words: Callable) -> list[str]:
+    return [name, *("" if value is None else words(value) for value in (plan_value, run_value))]

@@ -15,7 +15,7 @@ from .phases import BESIDES_STEPS, PHASES
 from .record import Run, Session, points
 
 
-def describe_run(run: Run, prices: Mapping[str, Price], planned: Section | None = None) -> Report:
+def describe_run(run: Run, prices: Mapping[str, Price], plan_section: Section | None = None) -> Report:
     """Put together what is known of a run, with prices by kind of chip, and what was planned beside what was measured."""
     sections = [
         _curves(run),
@@ -24,7 +24,7 @@ def describe_run(run: Run, prices: Mapping[str, Price], planned: Section | None 
         _programs(run),
         _tokens(run),
         _cost(run, prices),
-        *([] if planned is None else [planned]),
+        *([] if plan_section is None else [plan_section]),
         _recipe(run),
         _versions(run),
     ]
@@ -62,8 +62,8 @@ def headline(run: Run, prices: Mapping[str, Price]) -> dict[str, str]:
         if (middle := run.middle(key)) is not None:
             numbers[name] = words(middle)
     if run.batches:
-        _, tokens, padded = map(sum, zip(*run.batches.values(), strict=True))
-        numbers["padding"] = f"{100 * (1 - tokens / padded):.1f} %"
+        _, tokens, all_tokens = map(sum, zip(*run.batches.values(), strict=True))
+        numbers["padding"] = f"{100 * (1 - tokens / all_tokens):.1f} %"
     if run.programs:
         numbers["compilations"] = (
             f"{len(run.programs)} in {format_seconds(sum(one['seconds'] for one in run.programs))}"
@@ -97,21 +97,21 @@ def _curves(run: Run) -> Section:
     names = [*(name for group in GROUPS for name in group.labels), *MORE_NAMES]
     if can_draw():
         for group in GROUPS:
-            trained, held_out = (
+            training, held_out = (
                 {label: values for name, label in group.labels.items() if (values := points(logs, prefix + name))}
                 for logs, prefix in ((run.logs, ""), (run.evaluations, "eval_"))
             )
-            if trained or held_out:
-                section.figures.append(draw_curves(group.title, trained, held_out))
+            if training or held_out:
+                section.figures.append(draw_curves(group.title, training, held_out))
     some = {log["step"]: log for log in [*run.logs[:: max(1, len(run.logs) // 10)], *run.logs[-1:]]}
     for title, logs, prefix in (
         ("Some of the logs", list(some.values()), ""),
         ("Evaluations", run.evaluations, "eval_"),
     ):
         if logs:
-            shown = [name for name in names if any(prefix + name in log for log in logs)]
-            rows = [[_cell(log.get(key)) for key in ("step", *(prefix + name for name in shown))] for log in logs]
-            section.tables.append(Table(["step", *map(column, shown)], rows, title))
+            columns = [name for name in names if any(prefix + name in log for log in logs)]
+            rows = [[_cell(log.get(key)) for key in ("step", *(prefix + name for name in columns))] for log in logs]
+            section.tables.append(Table(["step", *map(column, columns)], rows, title))
     if not section.tables:
         section.lines.append("Nothing was logged: the run is shorter than logging_steps.")
     return section
@@ -215,12 +215,12 @@ def _tokens(run: Run) -> Section:
     section = Section("Tokens")
     if not run.batches:
         return section
-    shown = {format_size(shape) or "all": counts for shape, counts in sorted(run.batches.items())}
-    if len(shown) > 1:
-        shown["all"] = [sum(column) for column in zip(*shown.values(), strict=True)]
+    counts_of = {format_size(shape) or "all": counts for shape, counts in sorted(run.batches.items())}
+    if len(counts_of) > 1:
+        counts_of["all"] = [sum(column) for column in zip(*counts_of.values(), strict=True)]
     rows = [
-        [name, f"{number:,}", f"{tokens:,}", f"{padded - tokens:,}", f"{100 * (1 - tokens / padded):.1f} %"]
-        for name, (number, tokens, padded) in shown.items()
+        [name, f"{number:,}", f"{tokens:,}", f"{all_tokens - tokens:,}", f"{100 * (1 - tokens / all_tokens):.1f} %"]
+        for name, (number, tokens, all_tokens) in counts_of.items()
     ]
     section.tables.append(Table(["batch", "batches", "tokens", "padding", "share of padding"], rows))
     advice = run.begin["facts"]["token_waste"]

@@ -75,7 +75,7 @@ class ShardingPlan:
     def __init__(self, model: nn.Module, mesh: dict[str, int]):
         self.mesh = mesh
         self.parameters = []
-        stacked = {
+        stacked_ids = {
             id(parameter)
             for module in model.modules()
             if isinstance(module, LayerStack)
@@ -85,7 +85,7 @@ class ShardingPlan:
             shape = tuple(parameter.shape)
             if isinstance(parameter, DTensor):
                 spec = _spec_of(parameter)
-            elif id(parameter) in stacked:
+            elif id(parameter) in stacked_ids:
                 # Each layer as it would be by itself.
                 spec = (None, *partition_spec(shape[1:], mesh))
             else:
@@ -112,13 +112,13 @@ class ShardingPlan:
         """Bytes of weights on each chip."""
         return sum(parameter.num_bytes // parameter.shards for parameter in self.parameters)
 
-    def state_bytes_per_chip(self, averaged: bool = False) -> int:
+    def state_bytes_per_chip(self, has_average: bool = False) -> int:
         """
         Bytes that stay on each chip between steps or are there at the end of one: weights, gradients, the two moments of
-        AdamW, and the average of the weights if they are `averaged`. Activations are not counted.
+        AdamW, and the average of the weights if they are `has_average`. Activations are not counted.
         """
         return sum(
-            parameter.num_bytes // parameter.shards * (4 + averaged if parameter.trainable else 1)
+            parameter.num_bytes // parameter.shards * (4 + has_average if parameter.trainable else 1)
             for parameter in self.parameters
         )
 
@@ -134,8 +134,8 @@ class ShardingPlan:
                 f"dim {dim}: {axis}={kind.shards}" for dim, axis in enumerate(kind.spec) if axis is not None
             )
             per_chip = format_bytes(kind.num_bytes // kind.shards * count)
-            trained = "yes" if kind.trainable else "no"
-            lines.append((kind.name, str(count), format_size(kind.shape), place or "replicated", per_chip, trained))
+            is_trained = "yes" if kind.trainable else "no"
+            lines.append((kind.name, str(count), format_size(kind.shape), place or "replicated", per_chip, is_trained))
         widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
         table = [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
@@ -171,7 +171,7 @@ def place_model(model: nn.Module, backend: Backend, mesh: dict[str, int], attent
 
 
 def advise_sharding(
-    model: nn.Module, mesh: dict[str, int], memory_per_chip: int, averaged: bool = False
+    model: nn.Module, mesh: dict[str, int], memory_per_chip: int, has_average: bool = False
 ) -> str | None:
     """
     A line for a run whose weights and state alone are more than a chip holds.
@@ -183,20 +183,20 @@ def advise_sharding(
             Size of each axis.
         memory_per_chip (`int`):
             Bytes that a chip holds.
-        averaged (`bool`, *optional*, defaults to `False`):
+        has_average (`bool`, *optional*, defaults to `False`):
             Whether there is an average of the trained weights.
 
     Returns:
         `str` or `None`: What to set; `None` where it fits.
     """
-    needed = ShardingPlan(model, mesh).state_bytes_per_chip(averaged)
-    if needed <= memory_per_chip:
+    num_bytes = ShardingPlan(model, mesh).state_bytes_per_chip(has_average)
+    if num_bytes <= memory_per_chip:
         return None
     line = (
-        f"weights, gradients and optimizer state need {format_bytes(needed)} of HBM per chip, which has "
+        f"weights, gradients and optimizer state need {format_bytes(num_bytes)} of HBM per chip, which has "
         f"{format_bytes(memory_per_chip)}: "
     )
-    split = ShardingPlan(model, {"data": 1, "fsdp": math.prod(mesh.values())}).state_bytes_per_chip(averaged)
-    if split < needed and split <= memory_per_chip:
+    split = ShardingPlan(model, {"data": 1, "fsdp": math.prod(mesh.values())}).state_bytes_per_chip(has_average)
+    if split < num_bytes and split <= memory_per_chip:
         return f"{line}mesh=fsdp shards them over all chips, {format_bytes(split)} on each"
     return f"{line}train fewer weights (LoRA: use_peft: true) or a smaller model, or take more chips"

@@ -76,8 +76,8 @@ class DeferredReads(TorchFunctionMode):
             return func(*args, **kwargs)
         conditions = self._conditions.setdefault(frame.f_code, {})
         # Of `a and b`, one after the other.
-        known = conditions.get(branch) if branch.started(frame) else None
-        conditions[branch] = args[0].detach() if known is None else known & args[0].detach()
+        earlier = conditions.get(branch) if branch.is_past_first(frame) else None
+        conditions[branch] = args[0].detach() if earlier is None else earlier & args[0].detach()
         return True
 
     def _nonzero(self, frame, func, args, kwargs) -> Tensor:
@@ -107,10 +107,10 @@ class DeferredReads(TorchFunctionMode):
         values = args[0]
         if args[1:] or kwargs:
             return func(*args, **kwargs)
-        chosen = (
+        selection = (
             values if isinstance(values, SelectedRows) else select(values, torch.ones_like(values, dtype=torch.bool))
         )
-        return func(chosen)
+        return func(selection)
 
     # ---- Conditions ----
 
@@ -186,7 +186,7 @@ class _Branch:
         first = node.test.values[0] if isinstance(node.test, ast.BoolOp) else node.test
         self._first = _span(first, first)
 
-    def started(self, frame: FrameType) -> bool:
+    def is_past_first(self, frame: FrameType) -> bool:
         """Whether the code is past the first condition."""
         return not self._first.holds(_place(frame))
 

@@ -185,22 +185,22 @@ class ExtensionArguments:
     def _check_choices(self) -> None:
         own = [cls for cls in type(self).__mro__ if cls.__module__.startswith("hf_tpu_ext.")]
         for name in dict.fromkeys(name for cls in own for name in vars(cls).get("__annotations__", {})):
-            chosen = type(self).__dataclass_fields__[name]
-            choices, value = chosen.metadata.get("choices"), vars(self)[name]
+            own_field = type(self).__dataclass_fields__[name]
+            choices, value = own_field.metadata.get("choices"), vars(self)[name]
             if isinstance(value, bool) and choices and "off" in choices:
                 # YAML reads an unquoted off as false.
                 value = "on" if value else "off"
                 setattr(self, name, value)
-            if choices and value not in (*choices, chosen.default):
-                left_out = " Or leave it out." if chosen.default is None else ""
+            if choices and value not in (*choices, own_field.default):
+                left_out = " Or leave it out." if own_field.default is None else ""
                 raise UserError(f"Unknown {name}={value!r}. Allowed: {', '.join(choices)}.{left_out}")
 
     def _check_average(self) -> None:
         if self.ema_decay is None:
-            if asked := [name for name in ("ema_warmup", "ema_eval") if vars(self)[name]]:
+            if names := [name for name in ("ema_warmup", "ema_eval") if vars(self)[name]]:
                 raise UserError(
-                    f"{asked[0]}=True has no effect without an average of the weights. Set ema_decay, for example "
-                    f"ema_decay=0.999, or leave {asked[0]} out."
+                    f"{names[0]}=True has no effect without an average of the weights. Set ema_decay, for example "
+                    f"ema_decay=0.999, or leave {names[0]} out."
                 )
         elif not 0 < self.ema_decay < 1:
             raise UserError(
@@ -392,9 +392,9 @@ class TPUSFTConfig(ImageArguments, PredictedTextArguments, ExtensionArguments, S
                 "ends jsd is another loss: leave kd_beta out and set kd_loss='forward_kl' or kd_loss='reverse_kl'."
             )
         if self.kd_teacher is None and self.kd_cache is None:
-            if changed := self._changed("kd_"):
+            if changed_fields := self._changed_fields("kd_"):
                 raise UserError(
-                    f"{changed}={vars(self)[changed]!r} has no effect without a teacher. Set kd_teacher=MODEL or "
+                    f"{changed_fields}={vars(self)[changed_fields]!r} has no effect without a teacher. Set kd_teacher=MODEL or "
                     "kd_cache=DIRECTORY, or leave it out."
                 )
             return
@@ -404,17 +404,17 @@ class TPUSFTConfig(ImageArguments, PredictedTextArguments, ExtensionArguments, S
                 "label_smoothing_factor out."
             )
 
-    def _changed(self, prefix: str) -> str | None:
+    def _changed_fields(self, prefix: str) -> str | None:
         """The first field with a prefix that is another than its default."""
         of_prefix = (field_ for field_ in fields(self) if field_.name.startswith(prefix))
         return next((field_.name for field_ in of_prefix if vars(self)[field_.name] != field_.default), None)
 
     def _check_quantization(self) -> None:
         if self.qat_weight_dtype is None:
-            if changed := self._changed("qat_"):
+            if changed_fields := self._changed_fields("qat_"):
                 raise UserError(
-                    f"{changed}={vars(self)[changed]!r} has no effect without qat_weight_dtype. Set that as well, for example "
-                    f"qat_weight_dtype='int4', or leave {changed} out."
+                    f"{changed_fields}={vars(self)[changed_fields]!r} has no effect without qat_weight_dtype. Set that as well, for example "
+                    f"qat_weight_dtype='int4', or leave {changed_fields} out."
                 )
             return
         if self.qat_group_size < 2:

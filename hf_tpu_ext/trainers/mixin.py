@@ -97,12 +97,12 @@ class TPUTrainerMixin(
     drops_nan_metrics = False
 
     def __init__(self, *args, **kwargs):
-        given = signature_of(type(self)).bind(*args, **kwargs)
-        args = self._complete_arguments(given.arguments.get("args"), given.arguments.get("model"))
-        given.arguments["args"] = args
-        self._check_data(given.arguments)
+        arguments = signature_of(type(self)).bind(*args, **kwargs)
+        args = self._complete_arguments(arguments.arguments.get("args"), arguments.arguments.get("model"))
+        arguments.arguments["args"] = args
+        self._check_data(arguments.arguments)
         with leaving_no_empty_dir(args.output_dir):
-            self._set_up(given)
+            self._set_up(arguments)
             for name, dataset in named_datasets(self.train_dataset, self.eval_dataset).items():
                 check_rows_left(dataset, name, self.args)
             self._finish_set_up()
@@ -117,9 +117,9 @@ class TPUTrainerMixin(
         """The arguments of a run, where they are left out or of another class than upstream's."""
         return default_arguments(type(self), model) if args is None else args
 
-    def _check_data(self, given: Mapping[str, Any]) -> None:
-        """Refuse datasets that cannot work (`ValueError`), before anything is loaded. `given` has all arguments by name."""
-        for name, dataset in named_datasets(given.get("train_dataset"), given.get("eval_dataset")).items():
+    def _check_data(self, arguments: Mapping[str, Any]) -> None:
+        """Refuse datasets that cannot work (`ValueError`), before anything is loaded. `arguments` has all arguments by name."""
+        for name, dataset in named_datasets(arguments.get("train_dataset"), arguments.get("eval_dataset")).items():
             check_has_rows(dataset, name)
 
     def _finish_set_up(self) -> None:
@@ -247,20 +247,20 @@ class TPUTrainerMixin(
 
     def take_up_changes(self) -> None:
         """Take up what the caller has changed or replaced since the trainer was made: arguments, models, data, the collator."""
-        self.followed.take_up()
+        self.followed_arguments.take_up()
         self.take_up_models()
         self.take_up_data()
 
     @contextmanager
     def models_as_run(self) -> Iterator[None]:
         """Within this context models compute as they do in programs: what training, evaluation and predictions share."""
-        adapted = [self.model] if self.backend.traces_steps else []
+        contexts = [self.model] if self.backend.traces_steps else []
         rope = self.by_length.override_rope() if self.backend.static_shapes else nullcontext()
         with (
             rope,
             self.frozen_in_bfloat16(),
             self.chips.split_activations(self.model),
-            adapters_scaled_inside(adapted),
+            adapters_scaled_inside(contexts),
         ):
             yield
 

@@ -63,29 +63,29 @@ class SetUpMixin:
     what owns the steps, watches programs, and reports.
     """
 
-    def _set_up(self, given: inspect.BoundArguments) -> None:
-        args, model = given.arguments["args"], given.arguments.get("model")
+    def _set_up(self, arguments: inspect.BoundArguments) -> None:
+        args, model = arguments.arguments["args"], arguments.arguments.get("model")
         # The class holds the defaults.
         extension = args if isinstance(args, ExtensionArguments) else ExtensionArguments
         self.backend = select_backend("cpu" if args.use_cpu else extension.backend, extension.num_chips)
         #: As in [`ExtensionArguments`].
         self.compile_step = extension.compile_step
         if self.backend.unknown_upstream:
-            check_trainer(type(self), given.arguments)
+            check_trainer(type(self), arguments.arguments)
         else:
-            check_columns(type(self), given.arguments)
+            check_columns(type(self), arguments.arguments)
         # What the caller changes in its arguments later is adapted in the same way.
         adapt_arguments = partial(
             adapt,
             place=Place.of(self.backend, args, split_by(args)),
-            trainer_kwargs={name: value for name, value in given.arguments.items() if name != "args"},
-            loads_model=loads_model(args, given),
+            trainer_kwargs={name: value for name, value in arguments.arguments.items() if name != "args"},
+            loads_model=loads_model(args, arguments),
         )
         self.compiled = adapt_arguments(args)
         quantization = None
         if self.backend.unknown_upstream:
             # Upstream ignores the argument unless it loads the model.
-            quantization = given.arguments.get("quantization_config") if isinstance(model, str) else None
+            quantization = arguments.arguments.get("quantization_config") if isinstance(model, str) else None
             if isinstance(model, nn.Module):
                 quantization = find_config(model)
             if quantization is not None:
@@ -123,14 +123,14 @@ class SetUpMixin:
         self.copies = WeightCopies(self.backend)
         self.frozen = ShortFrozenWeights(self.backend)
         self.averaging = Averaging(self.backend, self.layers, lambda: self.plain_optimizer, extension)
-        check_architecture(args, given.arguments)
-        given.arguments["args"] = self.compiled.args
+        check_architecture(args, arguments.arguments)
+        arguments.arguments["args"] = self.compiled.args
         # By name, of an optimizer that is given. Otherwise nothing holds on to what they are on the host.
         self._parameters_before: dict[str, nn.Parameter] = {}
         # The models that are on the device.
-        self._placed: WeakSet[nn.Module] = WeakSet()
-        self._follows_optimizer = given.arguments.get("optimizers", (None,))[0] is not None
-        super().__init__(**given.arguments)
+        self._models_on_device: WeakSet[nn.Module] = WeakSet()
+        self._follows_optimizer = arguments.arguments.get("optimizers", (None,))[0] is not None
+        super().__init__(**arguments.arguments)
         self.agreement.take_random_state()
         self._arrange_metrics()
         if self.backend.traces_steps:
@@ -164,7 +164,7 @@ class SetUpMixin:
         if extension.run_report:
             self.keep_record(args, lines)
         self._add_saving_callbacks()
-        self.followed = FollowedArguments(
+        self.followed_arguments = FollowedArguments(
             args, self.compiled, adapt_arguments, not self.backend.unknown_upstream, self.chips.recipe_rows
         )
 
@@ -181,19 +181,19 @@ class SetUpMixin:
             # Upstream has moved it to the device.
             model.tie_weights()
         place_model(model, self.backend, self.chips.mesh, self.compiled.attention)
-        self._placed.add(model)
+        self._models_on_device.add(model)
 
     def take_up_models(self) -> None:
         """Place models that the caller has put in the place of the trainer's, as `trainer.model`, since it was made."""
         if not self.backend.unknown_upstream:
             return
-        others = [model for model in self.other_models() if model not in self._placed]
+        others = [model for model in self.other_models() if model not in self._models_on_device]
         for model in others:
             self._place_beside(model)
-        replaced = self.model not in self._placed
-        if replaced:
+        is_other_model = self.model not in self._models_on_device
+        if is_other_model:
             self._move_model_to_device(self.model, self.args.device)
-        if (others or replaced) and self.backend.static_shapes:
+        if (others or is_other_model) and self.backend.static_shapes:
             self.find_lengths_asked_for()
             self._replace_generate()
 
@@ -278,7 +278,7 @@ class SetUpMixin:
             if self._follows_optimizer and self.chips.sharding_plan is None:
                 self._parameters_before = dict(model.named_parameters())
             self.chips.sharding_plan = place_model(model, self.backend, self.chips.mesh, self.compiled.attention)
-            self._placed.add(model)
+            self._models_on_device.add(model)
         else:
             super()._move_model_to_device(model, device)
 
@@ -289,16 +289,16 @@ class SetUpMixin:
         return contexts
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
-        created, chosen = self.optimizer is None, self.optimizer_cls_and_kwargs
-        if created and chosen is None and self.backend.unknown_upstream:
+        is_new, cls_and_kwargs = self.optimizer is None, self.optimizer_cls_and_kwargs
+        if is_new and cls_and_kwargs is None and self.backend.unknown_upstream:
             self.optimizer_cls_and_kwargs = self._choose_optimizer(self.model if model is None else model)
         try:
             optimizer = super().create_optimizer(model)
         finally:
-            self.optimizer_cls_and_kwargs = chosen
-        if created and self.backend.unknown_upstream:
+            self.optimizer_cls_and_kwargs = cls_and_kwargs
+        if is_new and self.backend.unknown_upstream:
             self._save_from_host(optimizer)
-        if created and self.backend.splits_weights:
+        if is_new and self.backend.splits_weights:
             optimizer.register_load_state_dict_pre_hook(partial(place_loaded, self.backend))
         self.averaging.note_names(self.model)
         if self.backend.traces_steps:
@@ -341,8 +341,8 @@ class SetUpMixin:
 
 def _prepare_undispatched(accelerator: Accelerator, prepare: Callable, *args, **kwargs) -> Any:
     """Accelerate's `prepare_data_loader`. With `dispatch_batches` it would send a batch to the device before it has its shape."""
-    asked, accelerator.dataloader_config.dispatch_batches = accelerator.dispatch_batches, None
+    dispatch_batches, accelerator.dataloader_config.dispatch_batches = accelerator.dispatch_batches, None
     try:
         return prepare(*args, **kwargs)
     finally:
-        accelerator.dataloader_config.dispatch_batches = asked
+        accelerator.dataloader_config.dispatch_batches = dispatch_batches

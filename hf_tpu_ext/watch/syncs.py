@@ -62,7 +62,7 @@ class ReadFinder(TorchFunctionMode):
         self._insight = insight
         self.step, self.reads_before = step, insight.stray_reads()
         self._on_host = insight.operators_on_host()
-        self.found: Counter[Read] = Counter()
+        self.reads_by_place: Counter[Read] = Counter()
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
         before = self._insight.traffic()
@@ -83,7 +83,7 @@ class ReadFinder(TorchFunctionMode):
                 return
             reads = line
         place = "" if line is None else describe_line(line)
-        self.found[
+        self.reads_by_place[
             Read(
                 what=_AS_WRITTEN.get(func.__name__, f".{func.__name__}()"),
                 place=place if reads == line else f"{describe_line(reads)}, called at {place}",
@@ -111,17 +111,17 @@ class SyncMonitor(TrainerCallback):
         self._backend = backend
         self._watch = watch
         #: What was named, with how often it was seen in a step.
-        self.named: dict[Read, float] = {}
+        self.syncs: dict[Read, float] = {}
         self._finder: ReadFinder | None = None
         self._begin()
 
     def _begin(self) -> None:
-        self.named.clear()
+        self.syncs.clear()
         self._searches = 0
         self._is_wanted = False
         self._counted_at: int | None = None
         self._first_reads = self._reads = 0
-        self._explained = 0.0
+        self._explained_reads = 0.0
 
     # ---- Events ----
 
@@ -140,7 +140,7 @@ class SyncMonitor(TrainerCallback):
         elif not step & (step - 1) and step - self._counted_at > 1:
             self._check(step)
         if self._finder is not None and step - self._finder.step >= (
-            _LEAST_STEPS if self._finder.found else _MOST_STEPS
+            _LEAST_STEPS if self._finder.reads_by_place else _MOST_STEPS
         ):
             self._end_search(step)
         if self._is_wanted:
@@ -173,7 +173,7 @@ class SyncMonitor(TrainerCallback):
         reads = self._backend.insight.stray_reads()
         rate = (reads - self._reads) / (step - self._counted_at)
         self._counted_at, self._reads = step, reads
-        if rate > _MORE * self._explained and self._finder is None and self._searches < _MOST_SEARCHES:
+        if rate > _MORE * self._explained_reads and self._finder is None and self._searches < _MOST_SEARCHES:
             self._is_wanted = True
 
     def _leave(self) -> None:
@@ -187,22 +187,22 @@ class SyncMonitor(TrainerCallback):
         self._leave()
         if not steps or not reads:
             return
-        self._explained = reads / steps
-        for read, count in (finder.found or {Read("", "", False, ""): reads}).items():
-            if read not in self.named:
+        self._explained_reads = reads / steps
+        for read, count in (finder.reads_by_place or {Read("", "", False, ""): reads}).items():
+            if read not in self.syncs:
                 times = "once" if count == 1 else f"{count} times"
                 logger.warning(
                     f"Steps {finder.step + 1} to {step}: {_describe(read)}, {times} in {steps} steps. {_advise(read)}"
                 )
-            self.named[read] = count / steps
+            self.syncs[read] = count / steps
 
     def _say_at_end(self, step: int) -> None:
         if (line := self._watch.describe()) is not None:
             tqdm.write(line)
-        if self.named:
+        if self.syncs:
             reads = self._backend.insight.stray_reads() - self._first_reads
-            named = "; ".join(_describe(read) for read in self.named)
-            tqdm.write(f"Device-to-host syncs outside of logs: {reads} until step {step}. {named}")
+            text = "; ".join(_describe(read) for read in self.syncs)
+            tqdm.write(f"Device-to-host syncs outside of logs: {reads} until step {step}. {text}")
 
 
 def _describe(read: Read) -> str:

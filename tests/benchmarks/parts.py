@@ -60,13 +60,13 @@ def _class(line: Instruction, module: Module) -> str:
 
 def _fused(line: Instruction, module: Module) -> Iterator[tuple[Instruction, int]]:
     """What an instruction fuses, each with the number of elements that it takes and makes."""
-    computations = list(line.called) if line.opcode == "fusion" else []
+    computations = list(line.callees) if line.opcode == "fusion" else []
     for computation in computations:
         lines = module.computations[computation]
         for inner in lines.values():
             taken = (lines[name] for name in inner.operands) if inner.opcode in _PRODUCTS else ()
             yield inner, sum(shape.size for each in (inner, *taken) for shape in each.shapes)
-            computations += inner.called if inner.opcode == "fusion" else []
+            computations += inner.callees if inner.opcode == "fusion" else []
 
 
 def _part_of(line: Instruction) -> str | None:

@@ -44,7 +44,7 @@ def rounded_logits(run_dir, logits_of):
     """Those of the model as it was trained."""
     cls = AutoPeftModelForCausalLM if (run_dir / "adapter_config.json").is_file() else AutoModelForCausalLM
     model = cls.from_pretrained(run_dir, dtype=torch.float32)
-    with TrainedFor.read(run_dir).fake_quantization(model).applied():
+    with TrainedFor.read(run_dir).fake_quantization(model).enable():
         return logits_of(model)
 
 

@@ -85,7 +85,7 @@ def test_programs_that_differ(xla):
 
 def test_rows_that_differ():
     def compare(hosts):
-        hosts.sent = 7
+        hosts.checksum = 7
         return HostAgreement(SimpleNamespace(processes=hosts))._compare_sent("the first batch", [True])
 
     words = "Host 1 has sent other data to its chips than host 0 up to the first batch.*Give every host the same files"

@@ -68,7 +68,7 @@ def test_one_host_has_nobody_to_ask():
     assert (hosts.count, hosts.index) == (1, 0)
     assert hosts.exchange("here", [1]) == [[1]] and hosts.of_first("here", 2) == 2
     with hosts.together("work"):
-        assert hosts.reached() is None
+        assert hosts.pass_place() is None
     with pytest.raises(OSError, match="full"):
         hosts.raise_together("here", OSError("full"))
 
@@ -134,7 +134,7 @@ for place in range(100_000):
     time.sleep(0.005 * (index + 1))
     if index == 2 and place == 40:
         hosts.request_stop("SIGTERM")
-    reason = hosts.reached()
+    reason = hosts.pass_place()
     if reason is not None:
         break
 tell([place, reason])

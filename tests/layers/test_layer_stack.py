@@ -67,7 +67,7 @@ def load_scaled(load, monkeypatch):
 def patterns_of(xla, model):
     parent, name = find_layers(model)
     traces = LayerTraces(model, (parent, name), xla, None)
-    assert traces.refused is None
+    assert traces.refusal is None
     return find_patterns(
         len(parent.layers), lambda *pair: why_layer_differs(parent.layers, *pair) or traces.why_differs(*pair)
     )
@@ -390,7 +390,7 @@ def reason_of(xla, model, change=lambda layers: None):
     parent, name = find_layers(model)
     change(parent.layers)
     traces = LayerTraces(model, (parent, name), xla, None)
-    return traces.refused or traces.why_differs(0, 1)
+    return traces.refusal or traces.why_differs(0, 1)
 
 
 def test_layers_are_compared_by_what_they_compute(xla, load, monkeypatch):

@@ -195,8 +195,8 @@ def test_pytorchs_functions_are_as_they_were(xla):
 def test_each_draw_is_another_and_the_same_from_the_same_number_on(xla):
     sent, tensor = xla.send([seed(1), torch.ones(SHAPE)])
     with RandomNumbers(sent) as numbers:
-        first, drawn, second = functional.dropout(tensor), numbers.drawn, functional.dropout(tensor)
-    with RandomNumbers(sent, drawn=drawn):
+        first, drawn, second = functional.dropout(tensor), numbers.num_draws, functional.dropout(tensor)
+    with RandomNumbers(sent, num_draws=drawn):
         again = functional.dropout(tensor)
     first, second, again = xla.fetch([first, second, again])
     assert torch.equal(second, again) and not torch.equal(first, second)

@@ -59,7 +59,7 @@ def test_computes_as_torchaos_quantized_model(load, embeddings):
     before = {name: (parameter, type(module)) for name, module in model.named_modules() for parameter in [module]}
     plain, names = logits(model), list(model.state_dict())
     fake = FakeQuantization(model, rounding, embeddings=embeddings)
-    with fake.applied():
+    with fake.enable():
         found = logits(model)
         assert list(model.state_dict()) == names
         with without_rounding(rounding):
@@ -77,15 +77,15 @@ def test_adapters_inside_are_rounded_with_the_weight(load):
     fake = FakeQuantization(model, rounding)
     assert len(fake.linears) == 14 and len(fake.inside) == 4
     merged = load({}).merge_and_unload()
-    with fake.applied():
+    with fake.enable():
         found = logits(model)
         with model.disable_adapter():
             of_base = logits(model)
-    with FakeQuantization(merged, rounding).applied():
+    with FakeQuantization(merged, rounding).enable():
         expected = logits(merged)
     assert torch.equal(found, expected)
     base = load()
-    with FakeQuantization(base, rounding).applied():
+    with FakeQuantization(base, rounding).enable():
         assert torch.equal(of_base, logits(base))
 
 
@@ -93,7 +93,7 @@ def test_adapters_inside_are_added_in_float32_under_autocast(load):
     rounding, model = Rounding(4, 32), load({})
     layer = model.base_model.model.model.layers[0].mlp.up_proj
     hidden = torch.randn(3, 64)
-    with FakeQuantization(model, rounding).applied(), torch.autocast("cpu", torch.bfloat16):
+    with FakeQuantization(model, rounding).enable(), torch.autocast("cpu", torch.bfloat16):
         found = layer(hidden)
     weight = layer.base_layer.weight + layer.get_delta_weight("default")
     with torch.autocast("cpu", torch.bfloat16):
@@ -130,7 +130,7 @@ def test_adapters_beside_stay_as_they_are(load):
     fake = FakeQuantization(model, rounding, adapters="beside")
     layer = model.base_model.model.model.layers[0].mlp.up_proj
     hidden = torch.randn(3, 64)
-    with fake.applied():
+    with fake.enable():
         found = layer(hidden)
     update = layer.get_delta_weight("default")
     expected = hidden @ rounding.round_weight(layer.base_layer.weight).T + hidden @ update.T
@@ -140,7 +140,7 @@ def test_adapters_beside_stay_as_they_are(load):
 def test_inside_and_beside_train_the_adapters(load):
     for adapters in ("inside", "beside"):
         model = load({})
-        with FakeQuantization(model, Rounding(4, 32), adapters).applied():
+        with FakeQuantization(model, Rounding(4, 32), adapters).enable():
             model(input_ids=IDS, labels=IDS).loss.backward()
         trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
         assert trained == {name for name, _ in model.named_parameters() if "lora_" in name}

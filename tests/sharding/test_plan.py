@@ -143,10 +143,10 @@ def test_no_advice_where_it_fits():
     assert advise_sharding(Small(), WHOLE, needed - 1) is not None
     # Besides a gradient and two moments of each trained weight, its average.
     plan = ShardingPlan(Small(), WHOLE)
-    averaged = plan.state_bytes_per_chip(averaged=True)
+    averaged = plan.state_bytes_per_chip(has_average=True)
     assert averaged - needed == (needed - plan.weight_bytes_per_chip) // 3
-    assert advise_sharding(Small(), WHOLE, averaged, averaged=True) is None
-    assert "optimizer state need" in advise_sharding(Small(), WHOLE, averaged - 1, averaged=True)
+    assert advise_sharding(Small(), WHOLE, averaged, has_average=True) is None
+    assert "optimizer state need" in advise_sharding(Small(), WHOLE, averaged - 1, has_average=True)
 
 
 def test_advice_to_split():

@@ -124,7 +124,7 @@ def test_what_is_not_there_yet_is_refused_by_name(runs, config, words):
 def test_processes_that_would_not_take_as_many_batches_are_refused(runs, setting):
     (name,) = setting
     with pytest.raises(ValueError, match=f"accelerator_config has {name}="):
-        adapt(runs.config(accelerator_config=setting), Place("tpu", traced=False, processes=2))
+        adapt(runs.config(accelerator_config=setting), Place("tpu", traces_steps=False, processes=2))
 
 
 def test_programs_on_disk_are_loaded_by_the_next_process(runs, tmp_path):

@@ -201,6 +201,6 @@ def test_a_run_with_all_that_reads_by_right_is_silent(runs, rows, caplog):
     )
     assert not any(event.cause for event in trainer.watch.events)
     assert trainer.watch.describe() is None
-    assert trainer.sync_monitor.named == {} and trainer.sync_monitor._searches == 0
+    assert trainer.sync_monitor.syncs == {} and trainer.sync_monitor._searches == 0
     assert not [record for record in caplog.records if record.name.startswith("hf_tpu_ext.watch.")]
     assert trainer.backend.counters().replays

@@ -91,7 +91,7 @@ def test_weights_stay_packed_and_steps_are_counted_as_ever(quantized):
     layers = [module for module in trainer.model.modules() if isinstance(module, PackedLinear4bit)]
     assert len(layers) == 3 * 7
     assert {layer.words.device.type for layer in layers} == {"xla"}
-    assert not any(layer.unpacked is not None for layer in layers)
+    assert not any(layer.unpacked_weight is not None for layer in layers)
     assert trainer.find_facts().precision == "bfloat16/float32/nf4 weights"
 
 

@@ -225,7 +225,7 @@ def test_checkpoints_and_the_trained_model_are_plain(runs, train):
     # But an evaluation by the trainer rounds, as in training.
     assert trainer.evaluate()["eval_loss"] == losses(trainer, "eval_loss")[0]
     model = AutoModelForCausalLM.from_pretrained(f"{trainer.args.output_dir}/checkpoint-4", dtype=torch.float32)
-    with FakeQuantization(model, Rounding(4, 16), embeddings=True).applied():
+    with FakeQuantization(model, Rounding(4, 16), embeddings=True).enable():
         rounded = runs.ours(model=model, train=False, config_cls=TPUSFTConfig, max_steps=1)
         assert rounded.evaluate()["eval_loss"] != losses(trainer, "eval_loss")[0]
     trained = {name: value for name, value in load(runs).state_dict().items() if not torch.equal(value, saved[name])}

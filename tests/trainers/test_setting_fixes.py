@@ -152,7 +152,7 @@ def test_arguments_of_a_device_that_compiles(runs, monkeypatch, settings, fixes,
         }
         if of_fsdp:
             config["fsdp_config"] = of_fsdp
-        adapt(runs.config(TPUSFTConfig, **config), Place(traced=traced, chips=8))
+        adapt(runs.config(TPUSFTConfig, **config), Place(traces_steps=traced, chips=8))
 
     assert_fixes(check, settings, *fixes)
 
@@ -168,7 +168,7 @@ def test_arguments_of_a_device_that_compiles(runs, monkeypatch, settings, fixes,
 )
 def test_arguments_of_one_of_both(runs, settings, traced, fixes):
     def check(**config):
-        adapt(runs.config(TPUSFTConfig, **config), Place(traced=traced, chips=8))
+        adapt(runs.config(TPUSFTConfig, **config), Place(traces_steps=traced, chips=8))
 
     assert_fixes(check, settings, *fixes)
 

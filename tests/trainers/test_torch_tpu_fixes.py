@@ -19,7 +19,7 @@ LEAVE_OUT = "eave it out"
 
 def test_fsdp_of_upstream_with_torch_tpu(runs):
     def check(**config):
-        adapt(runs.config(TPUSFTConfig, **config), Place("tpu", traced=False))
+        adapt(runs.config(TPUSFTConfig, **config), Place("tpu", traces_steps=False))
 
     assert_fixes(check, dict(fsdp="full_shard"), "Leave it out, and set mesh='fsdp'")
 
@@ -28,7 +28,7 @@ def test_fsdp_of_upstream_with_torch_tpu(runs):
     "setting", [dict(even_batches=False), dict(dispatch_batches=True), dict(split_batches=True)], ids=str
 )
 def test_loader_with_torch_tpu(runs, setting):
-    place = Place("tpu", traced=False, processes=2)
+    place = Place("tpu", traces_steps=False, processes=2)
     assert_fixes(lambda **config: adapt(runs.config(accelerator_config=config), place), setting, LEAVE_OUT)
 
 
@@ -52,7 +52,7 @@ def test_weights_in_parts_with_torch_tpu(runs, settings, given, fixes):
     def check(**config):
         given_left = {name: config.pop(name) for name in given if name in config}
         if config["mesh"] == "fsdp":
-            place = Place("tpu", traced=False, processes=2, splits_weights=True)
+            place = Place("tpu", traces_steps=False, processes=2, splits_weights=True)
             adapt(runs.config(TPUSFTConfig, **config), place, given_left)
 
     assert_fixes(check, {"mesh": "fsdp", **settings, **given}, *fixes)
@@ -60,7 +60,7 @@ def test_weights_in_parts_with_torch_tpu(runs, settings, given, fixes):
 
 @pytest.mark.parametrize("compile_step", ["layers", "off"])
 def test_a_step_that_is_not_compiled_whole_is_not_replayed(runs, compile_step):
-    place = Place("tpu", traced=False)
+    place = Place("tpu", traces_steps=False)
     (line,) = adapt(runs.config(TPUSFTConfig, step_replay=True, compile_step=compile_step), place).changes
     assert (
         line == f"step_replay has no effect on training steps: compile_step='{compile_step}' compiles none as a whole"
@@ -69,7 +69,7 @@ def test_a_step_that_is_not_compiled_whole_is_not_replayed(runs, compile_step):
 
 
 def test_weights_in_parts_are_not_replayed(runs):
-    place = Place("tpu", traced=False, processes=2, splits_weights=True)
+    place = Place("tpu", traces_steps=False, processes=2, splits_weights=True)
     run = adapt(runs.config(TPUSFTConfig, step_replay=True, mesh="fsdp"), place)
     assert run.step_replay is False
     assert "step_replay has no effect: weights in parts are put together between programs" in run.changes
@@ -77,7 +77,7 @@ def test_weights_in_parts_are_not_replayed(runs):
 
 
 def test_values_are_shown_as_they_are_typed(runs):
-    place = Place("tpu", traced=False, processes=2, splits_weights=True)
+    place = Place("tpu", traces_steps=False, processes=2, splits_weights=True)
     with pytest.raises(ValueError, match="^optim='sgd' does not work with mesh='fsdp'"):
         adapt(runs.config(TPUSFTConfig, mesh="fsdp", optim="sgd"), place)
 

@@ -41,7 +41,7 @@ def test_a_callback_that_reads(train, lines, capsys, callback, text, what):
     assert line.startswith(f"Steps 3 to 4: {named}, 2 times in 2 steps. ") and "trainer.backend.fetch" in line
     assert f"Device-to-host syncs outside of logs: 8 until step 8. {named}" in capsys.readouterr().out
     assert trainer.watch.recompiles == 0
-    assert trainer.sync_monitor.named and trainer.steps.compiled is None
+    assert trainer.sync_monitor.syncs and trainer.steps.compiled is None
 
 
 def test_a_library_that_reads_is_named_with_the_line_that_calls_it(train, lines):

@@ -28,7 +28,7 @@ from ..host import enable_hugepages, peak_of_process
 from ..insight import Insight
 from ..loops import Loops
 from ..processes import ALONE, Processes
-from ..streamed import streamed
+from ..streamed import stream_tensor
 from .compile import TorchTPUPrograms
 from .donation import changes_as_results
 from .fully_sharded import FSDPModule, is_split, split_as, split_model, whole
@@ -209,16 +209,16 @@ class TorchTPUBackend(Backend):
     def cache_use(self) -> CacheUse | None:
         if self._compile_cache is None:
             return None
-        directory, counted = self._compile_cache.directory, self.counters()
+        directory, counters = self._compile_cache.directory, self.counters()
         state = cache_state(directory.parent, directory.name)
         return CacheUse(
             directory=directory,
             programs=state.programs,
             size=state.size,
-            hits=counted.loads,
-            misses=counted.compiles,
+            hits=counters.loads,
+            misses=counters.compiles,
             unreadable=0,
-            compile_seconds=counted.compile_seconds,
+            compile_seconds=counters.compile_seconds,
             problem=self._compile_cache.problem,
         )
 
@@ -239,14 +239,14 @@ class TorchTPUBackend(Backend):
         return split_as(tensor, like) if is_split(like) else super().place_as(tensor, like)
 
     def _to_host(self, tensor: torch.Tensor, row: int | None = None) -> torch.Tensor:
-        gathered = whole(tensor.detach() if row is None else tensor.detach()[row])
+        whole_tensor = whole(tensor.detach() if row is None else tensor.detach()[row])
         if self._for_first and self.processes.index > 0 and is_split(tensor):
-            return torch.empty_like(gathered, device="meta")
-        return gathered.cpu()
+            return torch.empty_like(whole_tensor, device="meta")
+        return whole_tensor.cpu()
 
     def stream(self, data: Any) -> Any:
         def read_later(tensor: torch.Tensor) -> Any:
-            return streamed(tensor, self._to_host) if is_split(tensor) else self._to_host(tensor)
+            return stream_tensor(tensor, self._to_host) if is_split(tensor) else self._to_host(tensor)
 
         with self.insight.own_reads():
             return map_tensors(read_later, data)
@@ -261,12 +261,12 @@ class TorchTPUBackend(Backend):
         if on_finished is not None:
             on_finished()
         # A tensor that stands in it twice (tied weights) stays one tensor.
-        fetched: dict[int, torch.Tensor] = {}
+        host_tensors: dict[int, torch.Tensor] = {}
 
         def read(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) not in fetched:
-                fetched[id(tensor)] = self._to_host(tensor)
-            return fetched[id(tensor)]
+            if id(tensor) not in host_tensors:
+                host_tensors[id(tensor)] = self._to_host(tensor)
+            return host_tensors[id(tensor)]
 
         with self.insight.own_reads():
             return map_tensors(read, data)
@@ -303,21 +303,21 @@ class TorchTPUBackend(Backend):
         # Not above: this module is imported where torch_tpu is absent, too.
         from torch_tpu._internal.compile.compiler import StaticCompiler
 
-        graph, changed = changes_as_results(graph, arguments)
+        graph, changed_places = changes_as_results(graph, arguments)
         with torch.no_grad():
-            for place in changed:
+            for place in changed_places:
                 # `clone` and `copy_` share memory with what they copy, which a program that is given it would take from both.
                 arguments[place].copy_(arguments[place] * 1)
             # Not `torch.compile`, which would trace the graph once more, cut it, and keep what is changed in memory twice.
-            compiled = StaticCompiler()(graph, arguments, donated_inputs=changed)
+            compiled = StaticCompiler()(graph, arguments, donated_inputs=changed_places)
         self._functions += 1
 
         def run(*arguments: torch.Tensor) -> Sequence[torch.Tensor]:
             self._calls += 1
             results = compiled(*arguments)
-            for place, value in zip(changed, results[len(results) - len(changed) :], strict=True):
+            for place, value in zip(changed_places, results[len(results) - len(changed_places) :], strict=True):
                 arguments[place].copy_(value)
-            return results[: len(results) - len(changed)]
+            return results[: len(results) - len(changed_places)]
 
         return run
 

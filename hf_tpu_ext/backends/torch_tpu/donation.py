@@ -22,13 +22,13 @@ def changes_as_results(graph: GraphModule, arguments: Sequence[Tensor]) -> tuple
     graph = make_fx(functionalize(graph), _DECOMPOSED, tracing_mode="fake", _allow_non_fake_inputs=True)(*arguments)
     places = {node: place for place, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
     output = graph.graph.output_node()
-    changed = {}
+    changed_places = {}
     # What is written in place is written at the end.
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
-        argument, changed[places[node.args[0]]] = node.args[:2]
+        argument, changed_places[places[node.args[0]]] = node.args[:2]
         node.replace_all_uses_with(node.args[1])
         graph.graph.erase_node(node)
-    output.args = ((*output.args[0], *changed.values()),)
+    output.args = ((*output.args[0], *changed_places.values()),)
     graph.graph.eliminate_dead_code()
     graph.recompile()
-    return graph, list(changed)
+    return graph, list(changed_places)

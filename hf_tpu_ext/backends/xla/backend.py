@@ -19,7 +19,7 @@ from ..counters import Counters
 from ..detect import local_chips, show_chips, tpu_kind
 from ..host import enable_hugepages, peak_of_process
 from ..processes import Processes
-from ..streamed import StreamedTensor, streamed
+from ..streamed import StreamedTensor, stream_tensor
 from .compile_cache import XLACompileCache
 from .graphs import pending
 from .hosts import hosts_of_slice, join_hosts, order_by_host, read_split
@@ -257,7 +257,7 @@ class XLABackend(XLACompileCache):
             if tensor.device.type != "xla":
                 return tensor
             if id(tensor) not in stand_ins:
-                stand_ins[id(tensor)] = streamed(tensor.detach(), self._read)
+                stand_ins[id(tensor)] = stream_tensor(tensor.detach(), self._read)
             return stand_ins[id(tensor)]
 
         return map_tensors(stand_in, data)

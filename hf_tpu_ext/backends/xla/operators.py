@@ -65,20 +65,20 @@ def _batch_norm(
         values = (values - mean.view(shape)) * scale.view(shape)
         return values if bias is None else values + bias.view(shape)
     # A copy, since the backward pass wants what it was given to be as it was.
-    updated = None if variance is None else variance.clone()
-    result, _, _ = torch.native_batch_norm(values, weight, bias, mean, updated, training, momentum, eps)
+    new_variance = None if variance is None else variance.clone()
+    result, _, _ = torch.native_batch_norm(values, weight, bias, mean, new_variance, training, momentum, eps)
     if variance is not None:
         with torch.no_grad():
             others = values.numel() // values.shape[1] - 1
-            variance.mul_((momentum - 1) / others).add_(updated, alpha=1 + 1 / others)
+            variance.mul_((momentum - 1) / others).add_(new_variance, alpha=1 + 1 / others)
     return result
 
 
 def _bucketize(values: Tensor, boundaries: Tensor, *, out_int32: bool = False, right: bool = False) -> Tensor:
     """The vision towers of Idefics 3 and SmolVLM find the positions of patches by it."""
     values = values[..., None]
-    passed = values >= boundaries if right else values > boundaries
-    return passed.sum(-1, dtype=torch.int32 if out_int32 else torch.int64)
+    is_beyond = values >= boundaries if right else values > boundaries
+    return is_beyond.sum(-1, dtype=torch.int32 if out_int32 else torch.int64)
 
 
 def _solve_triangular(
@@ -86,8 +86,8 @@ def _solve_triangular(
 ) -> Tensor:
     """Linear attention of Qwen3-Next and others solves such a system for each chunk of a row."""
     if not left:
-        transposed = _solve_triangular(matrix.mT, values.mT, upper=not upper, unitriangular=unitriangular)
-        return transposed.mT
+        solution = _solve_triangular(matrix.mT, values.mT, upper=not upper, unitriangular=unitriangular)
+        return solution.mT
     # An older operator of PyTorch, for the same.
     return torch.triangular_solve(values, matrix, upper=upper, unitriangular=unitriangular)[0]
 

@@ -49,15 +49,15 @@ class Resumption(TrainerCallback):
         #: The host's random state that the epoch began with.
         self.epoch_rng_state: str | None = None
         # What the next epoch begins with.
-        self._resumed: str | None = None
+        self._rng_state_of_epoch: str | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._resumed = self._begin(control)
+        self._rng_state_of_epoch = self._begin(control)
 
     def on_epoch_begin(self, args, state, control, **kwargs):
-        if self._resumed is not None:
-            torch.set_rng_state(torch.frombuffer(bytearray.fromhex(self._resumed), dtype=torch.uint8))
-            self._resumed = None
+        if self._rng_state_of_epoch is not None:
+            torch.set_rng_state(torch.frombuffer(bytearray.fromhex(self._rng_state_of_epoch), dtype=torch.uint8))
+            self._rng_state_of_epoch = None
         self.epoch_rng_state = torch.get_rng_state().numpy().tobytes().hex()
 
 
@@ -106,7 +106,7 @@ class ResumptionMixin:
         if checkpoint is not None and self.backend.unknown_upstream:
             check_all_see(checkpoint, processes, self.args.save_on_each_node)
         self._resumed_from = self.averaging.resumed_from = checkpoint
-        self._saved, self._evaluation_due = None, False
+        self._last_save, self._evaluation_due = None, False
         self._names_of_base = find_frozen(self.model)
         self._made_up_at = self._random_state = None
         if checkpoint is not None:
@@ -211,9 +211,9 @@ class ResumptionMixin:
     def _place_loaded(self, model: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *_) -> None:
         # Copied from the host, a weight would be whole on every chip first.
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            loaded = state_dict.get(prefix + name)
-            if loaded is not None and loaded.device.type == "cpu" and loaded.shape == parameter.shape:
-                state_dict[prefix + name] = self.backend.place_as(loaded.to(parameter.dtype), parameter)
+            value = state_dict.get(prefix + name)
+            if value is not None and value.device.type == "cpu" and value.shape == parameter.shape:
+                state_dict[prefix + name] = self.backend.place_as(value.to(parameter.dtype), parameter)
 
     def _run_epoch(self, *args, **kwargs) -> None:
         # Upstream asks after a step only, and takes one more in a run that had ended.

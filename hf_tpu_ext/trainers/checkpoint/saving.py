@@ -60,10 +60,10 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
         self.preemption = Preemption(METADATA_URL if on_tpu else None, self.backend.processes)
         self._resumption = Resumption(self._begin_resumed)
         # Where a checkpoint is written before it has its place.
-        self._unfinished: Path | None = None
+        self._partial_dir: Path | None = None
         self._evaluation_due = False
         # The last checkpoint of this run: its step, and whether an evaluation was due.
-        self._saved: tuple[int, bool] | None = None
+        self._last_save: tuple[int, bool] | None = None
         self._resumed_from: str | None = None
         # The step after which an evaluation was made up for, and the random state after that.
         self._made_up_at: int | None = None
@@ -134,7 +134,7 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
     def _is_for_first_host(self) -> bool:
         """Whether another host writes the checkpoint under way."""
         processes = self.backend.processes
-        return self._unfinished is not None and processes.one_program and processes.index > 0
+        return self._partial_dir is not None and processes.one_program and processes.index > 0
 
     def save_model(self, output_dir=None, _internal_call=False) -> None:
         with self.backend.fetching_for_first():
@@ -156,33 +156,33 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
 
     def _get_output_dir(self, trial) -> str:
         # Where upstream writes a checkpoint to.
-        return super()._get_output_dir(trial) if self._unfinished is None else str(self._unfinished)
+        return super()._get_output_dir(trial) if self._partial_dir is None else str(self._partial_dir)
 
     def _checkpoint(self, trial) -> str:
         return os.path.join(super()._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
 
     def _save_checkpoint(self, model: nn.Module, trial) -> None:
         checkpoint = Path(self._checkpoint(trial))
-        failed = None
+        failure = None
         try:
             with self.backend.fetching_for_first():
                 self._write_checkpoint(model, trial, checkpoint)
         except HostsDisagree:
             raise
         except Exception as error:
-            failed = self._not_saved(str(checkpoint), checkpoint.parent, error) if is_of_disk(error) else error
-        self.backend.processes.raise_together("the end of a checkpoint", failed)
+            failure = self._not_saved(str(checkpoint), checkpoint.parent, error) if is_of_disk(error) else error
+        self.backend.processes.raise_together("the end of a checkpoint", failure)
         self.accelerator.wait_for_everyone()
         if not self.args.save_only_model:
-            self._saved = (self.state.global_step, self._evaluation_due)
+            self._last_save = (self.state.global_step, self._evaluation_due)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(checkpoint))
         if self.args.should_save:
             delete_old(checkpoint.parent, checkpoint, self.args.save_total_limit, self.state.best_model_checkpoint)
 
     def _write_checkpoint(self, model: nn.Module, trial, checkpoint: Path) -> None:
-        self._unfinished = temporary_dir(checkpoint)
-        partial = self._unfinished / checkpoint.name
+        self._partial_dir = temporary_dir(checkpoint)
+        partial = self._partial_dir / checkpoint.name
         try:
             super()._save_checkpoint(model, trial)
             self._note_best(checkpoint)
@@ -195,12 +195,12 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
             if self.args.should_save:
                 # The disk may be gone altogether.
                 with suppress(OSError):
-                    remove_temporary(self._unfinished, checkpoint)
-            self._unfinished = None
+                    remove_temporary(self._partial_dir, checkpoint)
+            self._partial_dir = None
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         # Files are read while training goes on, so they have to be in their place.
-        if self._unfinished is None:
+        if self._partial_dir is None:
             super()._push_from_checkpoint(checkpoint_folder)
 
     def create_model_card(self, *args, **kwargs) -> None:
@@ -232,19 +232,19 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
         whole = next(
             (path for path in reversed(checkpoints_by_step(run_dir).values()) if find_damage(path) is None), None
         )
-        left = "There is no checkpoint to resume from" if whole is None else f"{whole} is complete"
-        failed = SaveError(
-            f"{what} could not be saved ({error}). {left}. {free_space(run_dir)}Make room or lower save_total_limit, or set "
+        last_whole = "There is no checkpoint to resume from" if whole is None else f"{whole} is complete"
+        failure = SaveError(
+            f"{what} could not be saved ({error}). {last_whole}. {free_space(run_dir)}Make room or lower save_total_limit, or set "
             "output_dir to a directory that can be written to, and start again with resume_from_checkpoint=True or the "
             "path of a checkpoint."
         )
-        failed.__cause__ = error
-        return failed
+        failure.__cause__ = error
+        return failure
 
     def _save(self, output_dir=None, state_dict=None) -> None:
         if self._gives_parts:
             return
-        if self._unfinished is not None or not self.args.should_save:
+        if self._partial_dir is not None or not self.args.should_save:
             self.write_model(output_dir, state_dict)
             return
         directory = Path(self.args.output_dir if output_dir is None else output_dir)
@@ -294,7 +294,7 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
         if self._is_for_first_host:
             return
         super()._save_rng_state(output_dir)
-        if self._unfinished is not None and not self.args.should_save:
+        if self._partial_dir is not None and not self.args.should_save:
             return
         rows = {"train_rows": len(self.train_dataset)} if has_length(self.train_dataset) else {}
         state = {

@@ -67,7 +67,7 @@ class StoppingMixin:
             if self.args.should_save and best is not None and self.args.save_total_limit == 1:
                 delete_all_but(checkpoint.parent, checkpoint, best)
             return output
-        if self._saved != (self.state.global_step, self._evaluation_due):
+        if self._last_save != (self.state.global_step, self._evaluation_due):
             # Resuming takes the optimizer.
             with self._settings(save_only_model=False):
                 self._save_checkpoint(self.model, trial)

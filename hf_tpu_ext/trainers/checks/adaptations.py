@@ -87,7 +87,7 @@ def choose_optimizer(run: Run) -> None:
     """AdamW inside the step's program, or PyTorch's own optimizer."""
     args, changes = run.args, run.compiled.changes
     if (
-        not run.place.traced
+        not run.place.traces_steps
         and args.optim in {OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED} | HOST_SCALAR_NAMES
     ):
         return
@@ -110,10 +110,10 @@ def choose_optimizer(run: Run) -> None:
             "or 1 recompiles; optim=adamw_torch never does"
         )
     else:
-        allowed = sorted(name.value for name in ADAMW_NAMES | HOST_SCALAR_NAMES)
+        names = sorted(name.value for name in ADAMW_NAMES | HOST_SCALAR_NAMES)
         raise UserError(
             f"optim={OptimizerNames(args.optim).value} does not run on XLA (it needs custom kernels or "
-            f"device-to-host syncs). Allowed: {', '.join(allowed)}."
+            f"device-to-host syncs). Allowed: {', '.join(names)}."
         )
 
 
@@ -125,15 +125,15 @@ def checkpoint_activations(run: Run) -> None:
     if isinstance(args, ExtensionArguments):
         # Weights in parts are put together by collectives, which are between programs.
         compiled.step_replay = False if run.place.splits_weights else args.step_replay
-    if not run.place.traced:
+    if not run.place.traces_steps:
         if rematerialization is not None:
             set_gradient_checkpointing(args, rematerialization == "full")
         return
     kwargs = dict(args.gradient_checkpointing_kwargs or {})
-    unsupported = [key for key in ("selective", "offload", "context_fn") if kwargs.get(key)]
-    if args.gradient_checkpointing and unsupported:
+    unsupported_keys = [key for key in ("selective", "offload", "context_fn") if kwargs.get(key)]
+    if args.gradient_checkpointing and unsupported_keys:
         raise UserError(
-            f"gradient_checkpointing_kwargs={kwargs} has {', '.join(unsupported)}, which has no equivalent on XLA. Leave it out: "
+            f"gradient_checkpointing_kwargs={kwargs} has {', '.join(unsupported_keys)}, which has no equivalent on XLA. Leave it out: "
             "whole layers are checkpointed ('every_n_layers' is supported)."
         )
     if isinstance(args, ExtensionArguments):
@@ -179,8 +179,8 @@ def load_model(run: Run) -> None:
     if not run.loads_model:
         return
     model_init_kwargs = dict(run.args.model_init_kwargs or {})
-    attention, replaced = attention_to_load_with(model_init_kwargs.get("attn_implementation"), run.place.traced)
-    run.compiled.changes += replaced
+    attention, changes = attention_to_load_with(model_init_kwargs.get("attn_implementation"), run.place.traces_steps)
+    run.compiled.changes += changes
     if isinstance(model_init_kwargs.get("device_map"), (str, dict)):
         run.compiled.changes.append("device_map has no effect: mesh decides placement")
     if model_init_kwargs.get("quantization_config") is not None:
@@ -192,7 +192,7 @@ def load_model(run: Run) -> None:
 def share_rows(run: Run) -> None:
     """How processes share rows: with torch_xla there is one, and with torch_tpu all take as many batches."""
     config = run.args.accelerator_config
-    if run.place.traced and config.dispatch_batches:
+    if run.place.traces_steps and config.dispatch_batches:
         run.compiled.changes.append("dispatch_batches has no effect: one process reads the batches of all chips")
     if run.place.processes == 1:
         return

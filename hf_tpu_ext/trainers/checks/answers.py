@@ -22,7 +22,7 @@ class Place:
     Args:
         name (`str`): Name of the backend.
         static_shapes (`bool`): Whether it is a device that compiles, to which upstream's arguments are adapted.
-        traced (`bool`): Whether a step is one traced program (torch_xla), or not (torch_tpu).
+        traces_steps (`bool`): Whether a step is one traced program (torch_xla), or not (torch_tpu).
         chips (`int`): Chips of this process.
         processes (`int`): Processes that train together with torch_tpu.
         splits_weights (`bool`): Whether each of these holds parts of the weights.
@@ -31,7 +31,7 @@ class Place:
 
     name: str = "xla"
     static_shapes: bool = True
-    traced: bool = True
+    traces_steps: bool = True
     chips: int = 1
     processes: int = 1
     splits_weights: bool = False
@@ -151,12 +151,12 @@ class Row:
             value = run[name]
             if not (self.when(value, run) if self.when else is_changed(name, value, run)):
                 continue
-            shown = value.value if isinstance(value, Enum) else value
+            plain_value = value.value if isinstance(value, Enum) else value
             on = "" if run.place.static_shapes else f" on {run.place.name}"
             says = self.says.format(name=name, args=run.args, by=run.place.split_by, on=on)
             if self.answer == "refused":
-                raise UserError(f"{f'{name}={shown!r}' if name in vars(run.args) else name} {says}")
-            run.compiled.changes.append(f"{name if value is True else f'{name}={shown}'} {says}")
+                raise UserError(f"{f'{name}={plain_value!r}' if name in vars(run.args) else name} {says}")
+            run.compiled.changes.append(f"{name if value is True else f'{name}={plain_value}'} {says}")
         if self.becomes is not UNCHANGED:
             vars(run.args).update(dict.fromkeys(names, self.becomes) | dict.fromkeys(self.beside.split()))
 
@@ -171,7 +171,7 @@ def works(about: str, names: str, *, follows: bool = True, adapt: Callable[[Run]
     return Row("works", names, about, follows=follows, adapt=adapt)
 
 
-def replaced(names: str, by: str, **more: Any) -> Row:
+def replacement(names: str, by: str, **more: Any) -> Row:
     """Fields in whose place something else does what they ask for."""
     return Row("replaced", names, f"is replaced by {by}", **more)
 
@@ -181,6 +181,6 @@ def without_effect(names: str, why: str, **more: Any) -> Row:
     return Row("no effect", names, f"has no effect{{on}}: {why}", **more)
 
 
-def refused(names: str, says: str, **more: Any) -> Row:
+def refusal(names: str, says: str, **more: Any) -> Row:
     """Fields with values that cannot be. The sentence says what to set instead."""
     return Row("refused", names, says, **more)

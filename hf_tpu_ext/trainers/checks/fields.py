@@ -17,7 +17,7 @@ from trl import DPOConfig, KTOConfig, SFTConfig
 from ..configs import NO_DEEPSPEED
 from . import adaptations
 from .adaptations import ADAMW_NAMES, HOST_SCALAR_NAMES
-from .answers import CompiledArguments, Place, Row, Run, at, refused, replaced, without_effect, works
+from .answers import CompiledArguments, Place, Row, Run, at, refusal, replacement, without_effect, works
 from .datasets import has_images
 from .own_fields import OWN, WEIGHTS_IN_PARTS, is_set
 
@@ -125,13 +125,13 @@ WORK = (
 
 REFUSED_ANYWHERE = at(
     lambda place: True,
-    refused(
+    refusal(
         "per_device_train_batch_size",
         "is not positive. Set it to 1 or more, for example per_device_train_batch_size=8.",
         values="below 1",
         when=lambda value, run: value < 1 and _trains(run),
     ),
-    refused(
+    refusal(
         "gradient_accumulation_steps",
         "is not positive. Set it to 1 to update the weights after every batch, or to more, for example "
         "gradient_accumulation_steps=4.",
@@ -139,7 +139,7 @@ REFUSED_ANYWHERE = at(
         # Upstream takes a negative number for no steps at all.
         when=lambda value, run: _trains(run) and (value == 0 or (value < 0 and run.place.static_shapes)),
     ),
-    refused(
+    refusal(
         "learning_rate",
         "is negative, which optim={args.optim.value} does not take. Set a rate above 0, for example learning_rate=2e-5.",
         values="below 0",
@@ -147,52 +147,52 @@ REFUSED_ANYWHERE = at(
             value < 0 and _trains(run) and _makes_optimizer(run) and run.args.optim in _REFUSE_NEGATIVE_RATES
         ),
     ),
-    refused(
+    refusal(
         "per_device_eval_batch_size",
         "is not positive, and eval_strategy asks for evaluations. Set it to 1 or more, for example per_device_eval_batch_size=8.",
         values="below 1",
         when=lambda value, run: value < 1 and run.args.eval_strategy != IntervalStrategy.NO,
     ),
-    refused(
+    refusal(
         "max_length",
         "is not positive. Set it to the longest sequence that you want to keep, in tokens, for example max_length=1024.",
         values="below 1",
         when=_is_no_length,
     ),
-    refused(
+    refusal(
         "loss_type",
         f"is no loss of KTO. Allowed: {', '.join(_LOSSES_OF_KTO)}.",
         values="another one of `KTOConfig`",
         when=lambda value, run: isinstance(run.args, KTOConfig) and value not in _LOSSES_OF_KTO,
     ),
-    refused(
+    refusal(
         "use_weighting",
         f"does not work with the losses {', '.join(sorted(_NOT_WEIGHTED))}, whose values for the pairs of a batch it cannot multiply "
         "by their weights; here loss_type={args.loss_type}. Take that loss out of loss_type, or set use_weighting=False.",
         values="with some losses",
         when=lambda value, run: value and isinstance(run.args, DPOConfig) and _NOT_WEIGHTED & set(run.args.loss_type),
     ),
-    refused(
+    refusal(
         "sync_ref_model",
         "needs a reference model, and with LoRA the reference is the model without the adapter. Set sync_ref_model=False, or train "
         "all weights.",
         values="with LoRA",
         when=lambda value, run: value and _has_adapter(run),
     ),
-    refused(
+    refusal(
         "ref_model_sync_steps",
         "is not positive. Set it to 1 or more, for example ref_model_sync_steps=512, or set sync_ref_model=False.",
         values="below 1",
         when=lambda value, run: value < 1 and run["sync_ref_model"],
     ),
-    refused(
+    refusal(
         "output_dir",
         "is an address, which would be a directory of that name on the local disk. Mount the bucket, and set output_dir to a "
         "directory in it, for example output_dir=/mnt/bucket/runs.",
         values="an address such as `gs://bucket/runs`",
         when=lambda value, run: "://" in str(value),
     ),
-    refused(
+    refusal(
         "report_to",
         "names a service whose package is not installed; the message says which to install.",
         values="without its package",
@@ -201,14 +201,14 @@ REFUSED_ANYWHERE = at(
 )
 
 REFUSED_ON_XLA = (
-    refused("fp16", "does not work on XLA: TPUs compute in bfloat16. Set bf16=True and fp16=False."),
-    refused("deepspeed", NO_DEEPSPEED.removeprefix("deepspeed ")),
-    refused(
+    refusal("fp16", "does not work on XLA: TPUs compute in bfloat16. Set bf16=True and fp16=False."),
+    refusal("deepspeed", NO_DEEPSPEED.removeprefix("deepspeed ")),
+    refusal(
         "parallelism_config",
         "does not work on XLA, where one process drives all chips. Leave it out: mesh='fsdp' or mesh='data=2,fsdp=4' says how they "
         "share the work.",
     ),
-    refused(
+    refusal(
         "max_length",
         "does not work on XLA, where every new length recompiles the step. Set max_length to the longest sequence that you want to "
         "keep, in tokens, for example max_length=1024.",
@@ -219,7 +219,7 @@ REFUSED_ON_XLA = (
             and not has_images(run.trainer_kwargs.get("train_dataset"))
         ),
     ),
-    refused(
+    refusal(
         "use_vllm",
         "does not work on XLA: vLLM cannot be given the weights of a model that trains on XLA. Set use_vllm=False: completions are "
         "generated by compiled programs, with the weights in place.",
@@ -228,24 +228,24 @@ REFUSED_ON_XLA = (
         "vllm_tensor_parallel_size vllm_importance_sampling_cap vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
         "vllm_importance_sampling_correction vllm_importance_sampling_mode",
     ),
-    refused(
+    refusal(
         "use_transformers_paged",
         "does not work on XLA: its pages have other shapes at every call, each of which compiles. Set use_transformers_paged=False: "
         "completions are generated with a static cache.",
     ),
-    refused(
+    refusal(
         "use_transformers_continuous_batching",
         "does not work on XLA: its batches have other shapes at every call, each of which compiles. Set "
         "use_transformers_continuous_batching=False: completions are generated with a static cache.",
         beside="transformers_continuous_batching_config",
     ),
-    refused(
+    refusal(
         "tools environment_factory",
         "does not work on XLA: conversations with tools have other lengths at every turn, each of which compiles. Leave it out, and "
         "train on prompts, or use a rollout_func that runs the whole conversation.",
         when=is_set,
     ),
-    refused(
+    refusal(
         "tf32",
         "is refused by upstream without a GPU, when the arguments are made. Leave it out, and set bf16=True.",
         values="`True`",
@@ -254,7 +254,7 @@ REFUSED_ON_XLA = (
 )
 
 REPLACED = (
-    replaced(
+    replacement(
         "optim",
         "AdamW inside the step's program, where it is AdamW. An 8-bit or paged one (`adamw_8bit`, `adamw_bnb_8bit`, "
         "`paged_adamw_8bit`, `paged_adamw_32bit`, `adamw_torch_4bit`, `adamw_torch_8bit`) has moments of the weights' dtype, on the "
@@ -264,15 +264,15 @@ REPLACED = (
         adapt=adaptations.choose_optimizer,
         follows=True,
     ),
-    replaced(
+    replacement(
         "gradient_checkpointing activation_checkpointing",
         "`rematerialization` of whole layers. Of their options, `selective`, `offload` and `context_fn` are refused.",
         beside="gradient_checkpointing_kwargs activation_checkpointing_kwargs",
         adapt=adaptations.checkpoint_activations,
     ),
     *at(
-        lambda place: place.static_shapes and not place.traced,
-        refused(
+        lambda place: place.static_shapes and not place.traces_steps,
+        refusal(
             "fsdp",
             "shards by accelerate, which does not know the chips of torch_tpu. Leave it out, and set mesh='fsdp', which shards the "
             "weights over them.",
@@ -280,19 +280,19 @@ REPLACED = (
             when=is_set,
         ),
     ),
-    replaced(
+    replacement(
         "fsdp",
         "`mesh='fsdp'`. Options without a meaning on XLA are refused.",
         beside="fsdp_config",
         adapt=adaptations.shard_over_chips,
     ),
-    replaced(
+    replacement(
         "padding_free",
         "padding to a static length (same loss); length_buckets pad less, packing=True of SFTConfig not at all",
         becomes=False,
     ),
     # Upstream's loop would read the loss of every micro-step.
-    replaced(
+    replacement(
         "logging_nan_inf_filter",
         "one on the device: the same numbers, and a line names the first step whose loss is not finite. With `False`, a NaN ends "
         "with the next log; in stock every later log is NaN",
@@ -303,7 +303,7 @@ REPLACED = (
 
 WITHOUT_EFFECT = (
     *at(
-        lambda place: place.static_shapes and place.traced,
+        lambda place: place.static_shapes and place.traces_steps,
         without_effect("save_on_each_node", "the first host writes for all", becomes=False),
     ),
     without_effect("fp16_full_eval", "evaluation computes as training does", becomes=False),

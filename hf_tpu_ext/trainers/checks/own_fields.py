@@ -3,7 +3,7 @@
 from typing import Any
 
 from .adaptations import ADAMW_NAMES
-from .answers import Row, Run, at, refused, without_effect
+from .answers import Row, Run, at, refusal, without_effect
 
 
 def is_set(value: Any, run: Run) -> bool:
@@ -26,12 +26,12 @@ def _compiles_itself(value: str, run: Run) -> bool:
 OWN = (
     *at(
         lambda place: True,
-        refused(
+        refusal(
             "predict_with_generate",
             "writes on after the prompt of each row, and packed rows have several. Set eval_packing=False and padding_free=False.",
             when=lambda value, run: value and _packs(run),
         ),
-        refused(
+        refusal(
             "packing eval_packing",
             "joins sequences to rows, and a teacher's cache (kd_cache) is looked up by the sequence. Set packing=False and "
             "eval_packing=False; length_buckets keeps the padding low.",
@@ -39,18 +39,18 @@ OWN = (
         ),
     ),
     *at(
-        lambda place: place.static_shapes and place.traced,
+        lambda place: place.static_shapes and place.traces_steps,
         without_effect("compile_step", "it applies to torch_tpu", when=_compiles_itself),
     ),
     *at(
-        lambda place: place.static_shapes and not place.traced,
-        refused(
+        lambda place: place.static_shapes and not place.traces_steps,
+        refusal(
             "rematerialization",
             "does not work with torch_tpu, where layers are checkpointed as a whole. Set rematerialization='full' or "
             "rematerialization='none'.",
             when=lambda value, run: value == "dots",
         ),
-        refused(
+        refusal(
             "attention",
             "does not work with torch_tpu. Leave it out: attn_implementation chooses the attention there, and 'sdpa', the default, is "
             "torch_tpu's flash kernel.",
@@ -90,32 +90,32 @@ _TRAIN_WITHOUT = _SPLIT + "Leave {name} out, or train without {by}."
 WEIGHTS_IN_PARTS = (
     *at(
         lambda place: place.splits_weights,
-        refused(
+        refusal(
             "optim",
             _IN_PARTS + "Set optim='adamw_torch_fused', or set mesh='data'.",
             when=lambda value, run: value not in ADAMW_NAMES,
         ),
-        refused(
+        refusal(
             "ema_decay show_samples predict_with_generate sync_ref_model kd_teacher kd_cache qat_weight_dtype "
             "optimizer_cls_and_kwargs save_on_each_node",
             _IN_PARTS + "Leave it out, or set mesh='data'.",
             when=is_set,
         ),
         without_effect("step_replay", "weights in parts are put together between programs", when=_is_on),
-        refused(
+        refusal(
             "optimizers",
             _IN_PARTS + "Leave it out, or set mesh='data'.",
             when=lambda value, run: value is not None and value[0] is not None,
         ),
     ),
-    *at(lambda place: place.split_by is not None, refused("ema_decay", _TRAIN_WITHOUT)),
+    *at(lambda place: place.split_by is not None, refusal("ema_decay", _TRAIN_WITHOUT)),
     *at(
         lambda place: place.split_by in ("fsdp", "deepspeed stage 3"),
-        refused("qat_weight_dtype show_samples predict_with_generate", _TRAIN_WITHOUT),
+        refusal("qat_weight_dtype show_samples predict_with_generate", _TRAIN_WITHOUT),
     ),
     *at(
         lambda place: place.split_by == "fsdp",
-        refused(
+        refusal(
             "kd_teacher",
             _SPLIT
             + "Make a cache of the teacher first (hf-tpu cache-teacher --kd_teacher MODEL --kd_cache DIRECTORY), then set "
@@ -127,7 +127,7 @@ WEIGHTS_IN_PARTS = (
     # Its weights are whole in the forward pass alone, and the gradient of a head is computed later.
     *at(
         lambda place: place.split_by == "deepspeed stage 3",
-        refused(
+        refusal(
             "kd_teacher kd_cache",
             _SPLIT
             + "Set zero_stage: 2 in accelerate's configuration (stage in DeepSpeed's own), or train without deepspeed.",

@@ -61,11 +61,11 @@ def find_columns(dataset, name: str, trainer: str) -> list[str]:
         return [*prompt, "chosen", "rejected"]
     has = f"{name} has the columns {columns}"
     if trainer == "KTOTrainer":
-        needed = ["prompt", "completion", "label"]
-        if missing := [column for column in needed if column not in names]:
+        columns_of_kto = ["prompt", "completion", "label"]
+        if missing := [column for column in columns_of_kto if column not in names]:
             what = "'label' is True for a completion that is wanted and False for one that is not. "
             raise UserError(
-                f"{has}, and KTOTrainer needs {', '.join(map(repr, needed))}: {', '.join(map(repr, missing))} is missing. "
+                f"{has}, and KTOTrainer needs {', '.join(map(repr, columns_of_kto))}: {', '.join(map(repr, missing))} is missing. "
                 f"{what if 'label' in missing else ''}Rename a column, or give pairs: {_PAIRS}."
             )
         return [*prompt, "completion", "label"]
@@ -96,8 +96,8 @@ def _problem(row: dict[str, Any]) -> str | None:
             return f"{column!r} is missing (None). Fill it in, or drop such rows: {drop}"
     for column in row:
         if column not in ("prompt", "label") and _is_empty(row[column]):
-            filled = f"row[{column!r}]" + "[-1]['content']" * (bool(row[column]) and not isinstance(row[column], str))
-            return f"{column!r} is empty. Fill it in, or drop such rows: dataset.filter(lambda row: {filled})"
+            content = f"row[{column!r}]" + "[-1]['content']" * (bool(row[column]) and not isinstance(row[column], str))
+            return f"{column!r} is empty. Fill it in, or drop such rows: dataset.filter(lambda row: {content})"
     if "chosen" in row and row["chosen"] == row["rejected"]:
         return (
             "'chosen' and 'rejected' are the same, so nothing is preferred. Drop such rows: "
@@ -122,34 +122,34 @@ class PreferenceData:
         prepare = super()._prepare_dataset
         alone = partial(prepare, processing_class=processing_class, args=args, dataset_name=dataset_name)
         with naming_rows({f"the {dataset_name} dataset": dataset}, TEXT_OR_MESSAGES, alone):
-            prepared = prepare(dataset, processing_class, args, dataset_name)
-        if isinstance(dataset, datasets.Dataset) and isinstance(prepared, datasets.Dataset):
-            _check_rows_are_left(dataset, prepared, dataset_name, args, prepare, processing_class)
-        return prepared
+            prepared_dataset = prepare(dataset, processing_class, args, dataset_name)
+        if isinstance(dataset, datasets.Dataset) and isinstance(prepared_dataset, datasets.Dataset):
+            _check_rows_are_left(dataset, prepared_dataset, dataset_name, args, prepare, processing_class)
+        return prepared_dataset
 
 
-def _check_rows_are_left(dataset, prepared, name: str, args, prepare: Callable, processing_class) -> None:
+def _check_rows_are_left(dataset, prepared_dataset, name: str, args, prepare: Callable, processing_class) -> None:
     rows = len(dataset)
-    if "label" in prepared.column_names and "label" not in dataset.column_names:
+    if "label" in prepared_dataset.column_names and "label" not in dataset.column_names:
         # Of a pair, each completion is a row.
         rows *= 2
-    left_out = rows - len(prepared)
+    left_out = rows - len(prepared_dataset)
     if not left_out:
         return
     what = (
         "prompt leaves no room for a completion"
-        if "prompt_ids" in prepared.column_names
+        if "prompt_ids" in prepared_dataset.column_names
         else "text is longer than they may be"
     )
     why = f"their {what} with max_length={args.max_length}"
-    if len(prepared):
+    if len(prepared_dataset):
         logger.warning(
             f"{left_out} of {rows} rows of the {name} dataset are left out: {why}. A higher max_length keeps them."
         )
         return
-    unbounded = copy.copy(args)
-    unbounded.max_length = None
-    row = prepare(dataset.select([0]), processing_class, unbounded, f"first row of the {name}")[0]
+    without_limit = copy.copy(args)
+    without_limit.max_length = None
+    row = prepare(dataset.select([0]), processing_class, without_limit, f"first row of the {name}")[0]
     tokens = len(row["prompt_ids"]) if "prompt_ids" in row else max(len(row["chosen_ids"]), len(row["rejected_ids"]))
     raise UserError(
         f"No row of the {name} dataset is left of {rows}: {why}. Row 0 has {tokens} tokens there. Set max_length above "

@@ -19,7 +19,7 @@ _MESSAGES = f"a list of messages such as {_MESSAGE}"
 
 @contextmanager
 def naming_rows(
-    named: Mapping[str, Any],
+    datasets_by_name: Mapping[str, Any],
     columns: Sequence[str],
     prepare: Callable[[datasets.Dataset], Any],
     needs_answer: bool = False,
@@ -30,7 +30,7 @@ def naming_rows(
     nothing, nothing is looked at: what a row may hold is for the chat template to say.
 
     Args:
-        named (`Mapping[str, Any]`):
+        datasets_by_name (`Mapping[str, Any]`):
             The datasets, by what to call them in a message. Those of other types than [`~datasets.Dataset`] are left out.
         columns (`Sequence[str]`):
             What tokens are made of; columns that a dataset does not have are left out.
@@ -43,7 +43,7 @@ def naming_rows(
         yield
     # Tokenizers and templates raise what they like.
     except Exception as error:
-        for name, dataset in named.items():
+        for name, dataset in datasets_by_name.items():
             if (
                 isinstance(dataset, datasets.Dataset)
                 and (bad_row := _find_bad_row(dataset, columns, prepare, needs_answer)) is not None
@@ -67,20 +67,20 @@ def _find_bad_row(
     if not present:
         return None
     # Kinds of values that the template takes, as an earlier row has shown.
-    accepted = set()
+    accepted_kinds = set()
     for index, row in enumerate(dataset.with_format(None).select_columns(present)):
         unusual = {kind: problem for column in present for kind, problem in _unusual_in(column, row[column])}
         for column in {*_CONVERSATIONS} & {*present} if needs_answer and not unusual else ():
             if "assistant" not in map(_role_of, row[column]):
                 problem = f"{column!r} has no message of the role 'assistant', on which alone assistant_only_loss=True trains"
                 unusual[column, "no answer"] = problem
-        if unusual.keys() <= accepted:
+        if unusual.keys() <= accepted_kinds:
             continue
         try:
             prepare(dataset.select([index]))
         except Exception:
-            return index, next(problem for kind, problem in unusual.items() if kind not in accepted)
-        accepted |= unusual.keys()
+            return index, next(problem for kind, problem in unusual.items() if kind not in accepted_kinds)
+        accepted_kinds |= unusual.keys()
     return None
 
 
@@ -90,15 +90,15 @@ def _unusual_in(column: str, value: Any) -> Iterator[tuple[tuple, str]]:
         return
     if not isinstance(value, list) or column not in TEXT_OR_MESSAGES:
         # Where rows of a file have both, datasets reads the strings as JSON.
-        allowed = f"a string or {_MESSAGES}, one of both in all rows" if column in TEXT_OR_MESSAGES else "a string"
-        yield (column, type(value)), f"{column!r} is {_shown(value)}, expected {allowed}"
+        expectation = f"a string or {_MESSAGES}, one of both in all rows" if column in TEXT_OR_MESSAGES else "a string"
+        yield (column, type(value)), f"{column!r} is {_show(value)}, expected {expectation}"
         return
     if not value:
         yield (column, "empty"), f"{column!r} is an empty list, expected {_MESSAGES}"
     for place, message in enumerate(value):
         where = f"message {place} of {column!r}"
         if not isinstance(message, dict):
-            yield (column, "message", type(message)), f"{where} is {_shown(message)}, expected {_MESSAGE}"
+            yield (column, "message", type(message)), f"{where} is {_show(message)}, expected {_MESSAGE}"
             continue
         # `from` and `value` are those of `conversations`, which upstream renames.
         role = _role_of(message)
@@ -108,7 +108,7 @@ def _unusual_in(column: str, value: Any) -> Iterator[tuple[tuple, str]]:
             yield (column, "role", role), f"{where} has {has}, expected one of {', '.join(map(repr, _ROLES))}"
         if not isinstance(content, str):
             kind = (column, "content", type(content), role, bool(message.get("tool_calls")))
-            has = "no content (None)" if content is None else f"the content {_shown(content)}"
+            has = "no content (None)" if content is None else f"the content {_show(content)}"
             yield kind, f"{where} has {has}, expected a string"
 
 
@@ -116,6 +116,6 @@ def _role_of(message: Mapping[str, Any]) -> Any:
     return message.get("role") or message.get("from")
 
 
-def _shown(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) < 80 else f"{shown[:76]} ..."
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:76]} ..."

@@ -152,7 +152,7 @@ class RewardedMixin(RolloutMixin):
         key = kind, model.training
         if key not in self._passes:
             self._passes[key] = self._compile_pass(model, compute)
-        run = partial(self.programs.end, kind, f"step {self.programs.done + 1}")
+        run = partial(self.programs.end, kind, f"step {self.programs.steps_done + 1}")
         rows, values = len(batch["input_ids"]), []
         for start in range(0, rows, rows_per_pass):
             part = {key: value[start : start + rows_per_pass] for key, value in batch.items()}

@@ -333,7 +333,7 @@ class BatchesMixin(ImagesMixin):
         has_labels = batch_samples and isinstance(labels := batch_samples[0].get("labels"), torch.Tensor)
         if has_labels and labels.device == device:
             # Of an evaluation, whose batch is on its way. On the device the count is part of its program.
-            with self.chips.summed(self.accelerator):
+            with self.chips.gather_over_chips(self.accelerator):
                 return super()._get_num_items_in_batch(batch_samples, device)
         # Counted on the host: on the device the count would be part of the first micro-step's program only.
         count = super()._get_num_items_in_batch(batch_samples, torch.device("cpu"))
@@ -347,7 +347,7 @@ class BatchesMixin(ImagesMixin):
             (tokens,) = self.backend.processes.total([inputs.num_tokens])
             self.state.num_input_tokens_seen += int(tokens)
         elif self.args.include_num_input_tokens_seen != "no":
-            with self.chips.summed(self.accelerator):
+            with self.chips.gather_over_chips(self.accelerator):
                 super()._track_num_input_tokens(inputs)
 
     @property

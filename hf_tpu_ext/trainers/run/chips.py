@@ -187,7 +187,7 @@ class Chips:
         return value if self.local_gradients is None else self.local_gradients.over_chips(value)
 
     @contextmanager
-    def summed(self, accelerator: Accelerator) -> Iterator[None]:
+    def gather_over_chips(self, accelerator: Accelerator) -> Iterator[None]:
         """Within this context, what upstream gathers from all processes is gathered from chips that run by themselves."""
         gathers = {}
         if self.local_gradients is not None:
@@ -200,8 +200,8 @@ class Chips:
             yield
 
     def _reduce(self, value: torch.Tensor, reduction: str) -> torch.Tensor:
-        gathered = self._backend.processes.gather(value[None])
-        return gathered.mean(0) if reduction == "mean" else gathered.sum(0)
+        values = self._backend.processes.gather(value[None])
+        return values.mean(0) if reduction == "mean" else values.sum(0)
 
     # ---- Rows of an optimizer step ----
 
@@ -268,7 +268,7 @@ class Chips:
 
     # ---- Words ----
 
-    def lines(self, model: nn.Module, averaged: bool) -> list[str]:
+    def lines(self, model: nn.Module, has_average: bool) -> list[str]:
         """What a person is told about chips at start, for a model whose weights may be averaged."""
         lines = []
         if self._backend.num_chips > 1 or self._backend.splits_weights:
@@ -277,7 +277,7 @@ class Chips:
             lines.append(describe_hosts(self.mesh, self._backend.processes.hosts))
         memory = self._backend.memory_per_chip
         if memory is not None:
-            advice = advise_sharding(model, self.mesh, memory, averaged)
+            advice = advise_sharding(model, self.mesh, memory, has_average)
             lines += [] if advice is None else [advice]
         return lines
 

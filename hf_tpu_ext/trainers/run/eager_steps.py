@@ -61,7 +61,7 @@ class EagerSteps(TrainerCallback):
         # The step that has begun and not ended.
         self._under_way: str | None = None
         # The last step whose compiles were counted.
-        self._counted = 0
+        self._counted_step = 0
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         # What was a number before the update that is under way: of each group of the optimizer its learning rate.
         self._rates: list[tuple[dict[str, Any], float]] = []
@@ -71,7 +71,7 @@ class EagerSteps(TrainerCallback):
     # ---- A run ----
 
     def on_train_begin(self, args, state, control, model, optimizer, **kwargs):
-        self._counted = state.global_step
+        self._counted_step = state.global_step
         if self._layers is not None:
             self._layers.begin(model, self._why_layers)
         self._trainer.begin_batches()
@@ -144,9 +144,9 @@ class EagerSteps(TrainerCallback):
         kind, self._under_way = self._under_way, None
         if kind is None:
             return
-        done = self._programs.done
-        step = done if kind == OPTIMIZER_STEP else done + 1
-        where = f"step {step}" if step <= self._counted + 1 else f"steps {self._counted + 1} to {step}"
+        steps = self._programs.steps_done
+        step = steps if kind == OPTIMIZER_STEP else steps + 1
+        where = f"step {step}" if step <= self._counted_step + 1 else f"steps {self._counted_step + 1} to {step}"
         self._programs.end(kind, where, settle=settle)
         if settle:
-            self._counted = done
+            self._counted_step = steps

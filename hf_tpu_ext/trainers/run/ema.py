@@ -160,14 +160,14 @@ class Averaging(TrainerCallback):
 
     def _in_file(self) -> dict[str, Tensor | StreamedTensor]:
         """What is to be saved, by name and in the order in which it is read."""
-        named = {}
+        tensors = {}
         for parameter, value in zip(self.tensors, self._backend.stream([*self.tensors.values()]), strict=True):
             parts = self._layers.parts_of(parameter)
             if parts is None:
-                named[self._names[parameter]] = value
+                tensors[self._names[parameter]] = value
             else:
-                named |= {self._names[part]: value[index] for index, part in enumerate(parts)}
-        return in_file_order(named)
+                tensors |= {self._names[part]: value[index] for index, part in enumerate(parts)}
+        return in_file_order(tensors)
 
     def read(self) -> None:
         """Take part in the reads of another host, which saves the average."""
@@ -195,15 +195,15 @@ class Averaging(TrainerCallback):
             names = set(file.keys())
             for parameter in average.values:
                 parts = self._layers.parts_of(parameter)
-                wanted = [self._names[part] for part in ([parameter] if parts is None else parts)]
-                if absent := sorted(set(wanted) - names):
+                names_of_parts = [self._names[part] for part in ([parameter] if parts is None else parts)]
+                if absent := sorted(set(names_of_parts) - names):
                     raise UserError(
                         f"{path} has no average of {absent[0]}, which this run trains. Train the same parameters as before, or "
                         "leave ema_decay out."
                     )
                 # In the memory of the file.
-                loaded = [file.get_tensor(name) for name in wanted]
-                whole = loaded[0] if parts is None else torch.stack(loaded)
+                values_of_parts = [file.get_tensor(name) for name in names_of_parts]
+                whole = values_of_parts[0] if parts is None else torch.stack(values_of_parts)
                 whole = whole.to(torch.promote_types(parameter.dtype, torch.float32))
                 average.values[parameter] = self._backend.place_as(whole, parameter)
             average.updates = int(file.metadata()[UPDATES])

@@ -91,17 +91,19 @@ class EvaluationSteps:
         if self._under_way and self._begin_at_batch is not None:
             self._begin_at_batch()
         what = "evaluation" if kind == EVALUATION_STEP else "prediction"
-        run_traced = partial(self._programs.end, kind, f"{what} after step {self._programs.done}")
+        run_traced = partial(self._programs.end, kind, f"{what} after step {self._programs.steps_done}")
         if self._compiled is None or not self._under_way:
             # A user may also call upstream's `prediction_step`, with the model as it is.
-            made = trace(inputs, **self._backend.send(data))
+            result = trace(inputs, **self._backend.send(data))
             run_traced()
-            return made
+            return result
         self._number += 1
         self._trace = trace
         with trainer.copies.not_made():
-            sent = trainer.send_batch(inputs, {**data, "seed": trainer.seeds.beside(self._number)})
-            return self._compiled({**sent, "of_evaluation": trainer.data_of_evaluation()}, run_traced, kind=kind)
+            device_data = trainer.send_batch(inputs, {**data, "seed": trainer.seeds.beside(self._number)})
+            return self._compiled(
+                {**device_data, "of_evaluation": trainer.data_of_evaluation()}, run_traced, kind=kind
+            )
 
     def _run_batch(self, data: dict[str, dict[Any, Any]], kind: str) -> Any:
         """What is compiled."""

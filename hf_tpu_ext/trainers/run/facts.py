@@ -65,8 +65,8 @@ class RunFactsMixin:
                 facts.lengths = list(waste.pad_share_per_length)
                 facts.token_waste = waste.describe()
                 buckets = args.length_buckets if isinstance(args, ExtensionArguments) else None
-                if buckets and len(buckets) > 1 and (unused := waste.describe_unused(buckets)) is not None:
-                    lines.append(unused)
+                if buckets and len(buckets) > 1 and (advice := waste.describe_unused(buckets)) is not None:
+                    lines.append(advice)
                 facts.token_share = 1 - waste.pad_share
             facts.programs = len(facts.lengths) * (2 if args.gradient_accumulation_steps > 1 else 1)
             facts.programs *= 2 if self.some_without_images else 1
@@ -86,7 +86,7 @@ class RunFactsMixin:
         """What the record of a run says of it, as JSON: the arguments as they were given, the facts as it began."""
         model, backend, config = unwrap_peft_model(self.model), self.backend, args.to_dict()
         adapter = _settings_of_adapter(self.model)
-        parameters, trained = count_parameters(self.model)
+        parameters, num_trained = count_parameters(self.model)
         return {
             "versions": find_versions(),
             "arguments": config | adapter,
@@ -94,7 +94,7 @@ class RunFactsMixin:
             "model": {
                 "name": model.config.name_or_path if isinstance(model, PreTrainedModel) else type(model).__name__,
                 "parameters": parameters,
-                "trained": trained,
+                "trained": num_trained,
             },
             "datasets": {
                 name: dataset.info.dataset_name
@@ -127,14 +127,14 @@ def find_versions() -> dict[str, str]:
 
 def _changed_fields(settings: TrainingArguments | PeftConfig) -> list[str]:
     """Names of the fields whose value a person has set: it is not the default."""
-    changed = []
+    names = []
     for field in fields(settings):
         value = vars(settings)[field.name]
         default = field.default if field.default_factory is MISSING else field.default_factory()
         # Upstream makes these two of what was left out.
         if value != default and value != [] and not isinstance(value, AcceleratorConfig):
-            changed.append(field.name)
-    return changed
+            names.append(field.name)
+    return names
 
 
 def _settings_of_adapter(model: nn.Module) -> dict[str, Any]:

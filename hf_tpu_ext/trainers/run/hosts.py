@@ -128,10 +128,10 @@ class HostAgreement:
 
     def _compare_sent(self, what: str, decisions: list[bool] | None) -> list[bool] | None:
         processes = self._backend.processes
-        of_hosts = processes.exchange(what, [decisions, processes.sent])
-        sums = [sent for _, sent in of_hosts]
+        of_hosts = processes.exchange(what, [decisions, processes.checksum])
+        sums = [checksum for _, checksum in of_hosts]
         if len(set(sums)) > 1:
-            odd = [str(host) for host, sent in enumerate(sums) if sent != sums[0]]
+            odd = [str(host) for host, checksum in enumerate(sums) if checksum != sums[0]]
             raise HostsDisagree(
                 f"Host {' '.join(odd)} has sent other data to its chips than host 0 up to {what}: rows in another order, or a "
                 "number that a callback has changed, as the learning rate by the clock. Give every host the same files in "

@@ -29,7 +29,7 @@ _DECODER = os.path.join("features", "image.py")
 
 
 @contextmanager
-def naming_broken_images(named: Mapping[str, Any]) -> Iterator[None]:
+def naming_broken_images(datasets_by_name: Mapping[str, Any]) -> Iterator[None]:
     """
     Context in which rows are read of datasets, by what to call them in a message. Where an image cannot be opened, a `ValueError` has
     its row: the error of `datasets`, from a worker of the DataLoader perhaps, knows none.
@@ -39,7 +39,7 @@ def naming_broken_images(named: Mapping[str, Any]) -> Iterator[None]:
     # Decoders raise what they like.
     except Exception as error:
         if _DECODER in "".join(format_exception(error)):
-            for name, dataset in named.items():
+            for name, dataset in datasets_by_name.items():
                 if isinstance(dataset, datasets.Dataset) and (row := _find_broken_image(dataset)) is not None:
                     column = next(column for column in IMAGE_COLUMNS if column in dataset.column_names)
                     raise UserError(
@@ -89,8 +89,8 @@ class ImagesMixin:
         rows once. Rows of a stream are a `ValueError`.
         """
         args, base = self.args, find_base(self.model)
-        named = named_datasets(self.train_dataset, self.eval_dataset)
-        all_datasets = [dataset for dataset in named.values() if dataset is not None]
+        datasets_by_name = named_datasets(self.train_dataset, self.eval_dataset)
+        all_datasets = [dataset for dataset in datasets_by_name.values() if dataset is not None]
         if not all(isinstance(dataset, datasets.Dataset) for dataset in all_datasets):
             raise UserError(
                 "max_length=None takes all rows whole, but the longest row of a stream is not known. Set it to its tokens, those of its "
@@ -99,13 +99,13 @@ class ImagesMixin:
         if base is None:
             return
         measure = partial(_measure, self.data_collator, base.config.image_token_id)
-        with naming_broken_images(named):
+        with naming_broken_images(datasets_by_name):
             for dataset in all_datasets:
                 rows = DataLoader(dataset, 1, collate_fn=measure, num_workers=args.dataloader_num_workers)
-                described = tqdm(
+                token_counts = tqdm(
                     rows, "max_length=None: looking for the longest row", unit="row", disable=args.disable_tqdm
                 )
-                prompt, answer, most = (max(column) for column in zip(*described, strict=True))
+                prompt, answer, most = (max(column) for column in zip(*token_counts, strict=True))
                 longest = prompt + answer
                 args.max_length = max(args.max_length or 0, round_up_length(longest, longest + 128))
                 self.most_image_tokens = max(self.most_image_tokens or 0, most)
@@ -132,8 +132,8 @@ class ImagesMixin:
             )
         assert isinstance(collator, StaticShapeCollator)
         family = FAMILIES[base.config.model_type](base)
-        named = named_datasets(self.train_dataset, self.eval_dataset)
-        counts_of_datasets = [images_of_rows(dataset) for dataset in named.values() if dataset is not None]
+        datasets_by_name = named_datasets(self.train_dataset, self.eval_dataset)
+        counts_of_datasets = [images_of_rows(dataset) for dataset in datasets_by_name.values() if dataset is not None]
         most = None if None in counts_of_datasets else max(most for _, most in counts_of_datasets)
         room, why = _find_room(family, processor, args, most, self.most_image_tokens)
         text_field = vars(args).get("dataset_text_field", "text")
@@ -201,12 +201,12 @@ def _measure(collate: Callable, image_token: int, examples: list) -> tuple[int, 
 
 
 def _find_room(
-    family: ImageFamily, processor: ProcessorMixin, args: TrainingArguments, most: int | None, counted: int | None
+    family: ImageFamily, processor: ProcessorMixin, args: TrainingArguments, most: int | None, longest: int | None
 ) -> tuple[int, str]:
     if isinstance(args, ImageArguments) and args.image_tokens is not None:
         return family.round_up(args.image_tokens), "as image_tokens says"
-    if counted is not None:
-        return family.round_up(counted), "as the row with the most has"
+    if longest is not None:
+        return family.round_up(longest), "as the row with the most has"
     each = family.tokens_per_image(processor)
     if most is not None and max(1, most) * each <= args.max_length:
         return family.round_up(max(1, most) * each), f"{max(1, most)} x {each}"

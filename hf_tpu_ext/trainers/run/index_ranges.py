@@ -48,14 +48,14 @@ class Table:
     Attributes:
         size (`int`): How many places it has.
         place (`str`): What one is, e.g. `"the token id"`.
-        known (`str`): What is known of it, e.g. `"the model's embedding has 64 rows"`.
+        limit (`str`): What is known of it, e.g. `"the model's embedding has 64 rows"`.
         fix (`str`): What to do about a place that is not in it.
         ignores (`bool`): Whether the loss leaves places of -100 out.
     """
 
     size: int
     place: str
-    known: str
+    limit: str
     fix: str
     ignores: bool = False
 
@@ -69,13 +69,13 @@ class Positions:
         size (`int`): How many tokens of a row have a position.
         name (`str`): The name of the table in the model.
         padding (`int`, *optional*): The token that has no position of its own.
-        masked (`bool`): Whether tokens that are masked have no position of their own.
+        skips_masked (`bool`): Whether tokens that are masked have no position of their own.
     """
 
     size: int
     name: str
     padding: int | None
-    masked: bool
+    skips_masked: bool
 
 
 class IndexRanges:
@@ -132,8 +132,8 @@ class IndexRanges:
                 # RoBERTa's positions come behind that of its padding, those of BART and OPT behind two that are unused.
                 padding = table.padding_idx
                 first = vars(table).get("offset", 0) if padding is None else padding + 1
-                masked = type(table).__name__.startswith("OPT")
-                self._positions[key] = Positions(table.num_embeddings - first, name, padding, masked)
+                skips_masked = type(table).__name__.startswith("OPT")
+                self._positions[key] = Positions(table.num_embeddings - first, name, padding, skips_masked)
         types = children.get("token_type_embeddings")
         if key == "input_ids" and isinstance(types, nn.Embedding):
             size = types.num_embeddings
@@ -175,8 +175,8 @@ class IndexRanges:
         is not looked at.
         """
         knows = isinstance(batch, CollatedBatch)
-        collated = as_collated(batch)
-        for key, values in collated.items():
+        collated_batch = as_collated(batch)
+        for key, values in collated_batch.items():
             if not isinstance(values, Tensor) or values.device.type != "cpu":
                 continue
             if values.is_floating_point() or not values.numel():
@@ -185,7 +185,7 @@ class IndexRanges:
             if table is not None:
                 _check_values(key, values, table)
         for key in self._positions:
-            self._check_positions(key, collated, counts_columns=knows)
+            self._check_positions(key, collated_batch, counts_columns=knows)
 
     def _table_of(self, key: str, batch: Mapping[str, Any]) -> Table | None:
         if key in self._tables:
@@ -199,9 +199,9 @@ class IndexRanges:
     def _check_positions(self, key: str, batch: Mapping[str, Any], counts_columns: bool) -> None:
         positions = self._positions[key]
         if key == "input_ids" and isinstance(batch.get("position_ids"), Tensor):
-            known = f"the model has {positions.size} ({positions.name})"
+            limit = f"the model has {positions.size} ({positions.name})"
             table = Table(
-                positions.size, "the position", known, f"Truncate the rows: {self._truncation.format(positions.size)}"
+                positions.size, "the position", limit, f"Truncate the rows: {self._truncation.format(positions.size)}"
             )
             _check_values("position_ids", batch["position_ids"], table)
             return
@@ -210,13 +210,13 @@ class IndexRanges:
         if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] <= positions.size:
             return
         mask = batch.get(key.replace("input_ids", "attention_mask"))
-        counted = torch.ones_like(ids)
+        has_position = torch.ones_like(ids)
         if positions.padding is not None:
-            counted = ids != positions.padding
-        elif isinstance(mask, Tensor) and mask.ndim == 2 and (positions.masked or not counts_columns):
+            has_position = ids != positions.padding
+        elif isinstance(mask, Tensor) and mask.ndim == 2 and (positions.skips_masked or not counts_columns):
             # Columns that nobody knows the origin of may be padding that stock does not have.
-            counted = mask != 0
-        most, row = counted.sum(1).max(0)
+            has_position = mask != 0
+        most, row = has_position.sum(1).max(0)
         if most > positions.size:
             raise UserError(
                 f"Row {row} of the batch has {most} tokens, but the model has positions for {positions.size} ({positions.name}). "
@@ -235,7 +235,7 @@ def _check_values(key: str, values: Tensor, table: Table) -> None:
     if outside.any():
         place = np.argwhere(outside)[0]
         raise UserError(
-            f"Row {place[0]} of the batch holds {table.place} {values[tuple(place)]} in `{key}`, but {table.known}: 0 to "
+            f"Row {place[0]} of the batch holds {table.place} {values[tuple(place)]} in `{key}`, but {table.limit}: 0 to "
             f"{table.size - 1}. {table.fix}."
         )
 
@@ -255,8 +255,8 @@ def _token_embedding(model: nn.Module) -> nn.Embedding | None:
         return None
     table = next((module for module in embedding.modules() if isinstance(module, nn.Embedding)), None)
     # A hook or code of the user's may change the ids.
-    changed = table is None or table._forward_pre_hooks or not is_known(type(embedding).__module__)
-    return None if changed else table
+    is_unknown = table is None or table._forward_pre_hooks or not is_known(type(embedding).__module__)
+    return None if is_unknown else table
 
 
 def _has_ids_beyond(model: PreTrainedModel, size: int) -> bool:

@@ -273,8 +273,8 @@ class LayerScan:
             return reason
         dtype, is_routed = self._compiled.compute_dtype, self._trainer.balances_experts
         traces = LayerTraces(model, place, self._backend, dtype, is_routed)
-        if traces.refused is not None:
-            return traces.refused
+        if traces.refusal is not None:
+            return traces.refusal
         groups = _groups_of_layers(layers, optimizer)
 
         def differ(earlier: int, number: int) -> str | None:

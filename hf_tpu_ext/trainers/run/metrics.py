@@ -46,7 +46,7 @@ class MetricsMixin:
         if self._metric_names and self.backend.metrics_on_device:
             sums = [of_name for name in self._metric_names for of_name in (name, _count(name))]
             self._metric_sums = {mode: DeviceSums(self.backend, sums, (NUM_TOKENS,)) for mode in ("train", "eval")}
-            self.metric_tensors = {mode: kept.tensors for mode, kept in self._metric_sums.items()}
+            self.metric_tensors = {mode: sums_of_mode.tensors for mode, sums_of_mode in self._metric_sums.items()}
 
     @property
     def _kept_metrics(self) -> dict[str, dict[str, list]]:
@@ -59,23 +59,23 @@ class MetricsMixin:
             yield
             return
         mode = "train" if self.model.training else "eval"
-        kept, total = self._kept_metrics, self._total_train_tokens
+        upstream_lists, total = self._kept_metrics, self._total_train_tokens
         reads = DeferredReads(self.backend.device.type, "trl")
-        appended = {name: defaultdict(partial(Appended, reads)) for name in self._metric_sums}
-        vars(self)[self._metrics_kept_in] = appended
+        appended_values = {name: defaultdict(partial(Appended, reads)) for name in self._metric_sums}
+        vars(self)[self._metrics_kept_in] = appended_values
         self._total_train_tokens = 0
         self._defers_metrics = True
         try:
             with reads:
                 yield
-            self._add_metrics(mode, appended[mode], self._total_train_tokens)
+            self._add_metrics(mode, appended_values[mode], self._total_train_tokens)
         finally:
-            vars(self)[self._metrics_kept_in], self._total_train_tokens = kept, total
+            vars(self)[self._metrics_kept_in], self._total_train_tokens = upstream_lists, total
             self._defers_metrics = False
 
-    def _add_metrics(self, mode: str, appended: dict[str, list], num_tokens: Tensor | int) -> None:
-        sums, added = self._metric_sums[mode], {}
-        for name, values in appended.items():
+    def _add_metrics(self, mode: str, appended_values: dict[str, list], num_tokens: Tensor | int) -> None:
+        sums, totals = self._metric_sums[mode], {}
+        for name, values in appended_values.items():
             if not isinstance(values, Appended):
                 # The number of tokens, which is counted apart.
                 self._shows_num_tokens |= name == NUM_TOKENS
@@ -84,7 +84,7 @@ class MetricsMixin:
             if name not in self._metric_names:
                 self._metric_names.append(name)
                 sums.extend([name, _count(name)])
-            added[name], added[_count(name)] = 0.0, 0.0
+            totals[name], totals[_count(name)] = 0.0, 0.0
             for value, condition in zip(values, values.conditions, strict=True):
                 value = self._metric_on_device(value)
                 weight = torch.ones_like(value)
@@ -93,11 +93,11 @@ class MetricsMixin:
                     condition = is_number if condition is None else condition & is_number
                 if condition is not None:
                     value, weight = (torch.where(condition, v, torch.zeros_like(v)) for v in (value, weight))
-                added[name] = added[name] + value
-                added[_count(name)] = added[_count(name)] + weight
+                totals[name] = totals[name] + value
+                totals[_count(name)] = totals[_count(name)] + weight
         if isinstance(num_tokens, Tensor):
-            added[NUM_TOKENS] = num_tokens
-        sums.add(**added)
+            totals[NUM_TOKENS] = num_tokens
+        sums.add(**totals)
 
     def _metric_on_device(self, value: Tensor | float) -> Tensor:
         if isinstance(value, Tensor):
@@ -113,23 +113,23 @@ class MetricsMixin:
         # An evaluation shows the tokens trained on so far, too.
         return {**self.metric_tensors[mode], NUM_TOKENS: self.metric_tensors["train"][NUM_TOKENS]}
 
-    def take_metrics(self, mode: str, fetched: dict[str, Tensor]) -> None:
-        """Put the means where upstream's `log` looks for them, and start anew. `fetched` is what `logged_metrics` gave, on the CPU."""
-        if not fetched:
+    def take_metrics(self, mode: str, host_sums: dict[str, Tensor]) -> None:
+        """Put the means where upstream's `log` looks for them, and start anew. `host_sums` is what `logged_metrics` gave, on the CPU."""
+        if not host_sums:
             return
-        values = {name: tensor.item() for name, tensor in fetched.items()}
+        values = {name: tensor.item() for name, tensor in host_sums.items()}
         self._total_train_tokens += values[NUM_TOKENS]
-        seen = [name for name in self._metric_names if values.get(_count(name))]
-        if mode == "eval" or not seen:
+        names = [name for name in self._metric_names if values.get(_count(name))]
+        if mode == "eval" or not names:
             self._metric_sums["train"].reset([NUM_TOKENS])
-        if not seen:
+        if not names:
             return
         self._metric_sums[mode].reset()
         # Upstream's `log` shows the mean of these lists.
-        self._kept_metrics[mode].update({name: [values[name] / values[_count(name)]] for name in seen})
+        self._kept_metrics[mode].update({name: [values[name] / values[_count(name)]] for name in names})
         if self.drops_nan_metrics:
             # Upstream shows `None` where there was no number.
-            self._kept_metrics[mode].update({name: [] for name in self._appended_metrics[mode].difference(seen)})
+            self._kept_metrics[mode].update({name: [] for name in self._appended_metrics[mode].difference(names)})
         if self._shows_num_tokens:
             self._kept_metrics[mode][NUM_TOKENS] = [self._total_train_tokens]
 

@@ -52,13 +52,13 @@ class TrainerPrograms:
         return self._trainer.compiled.step_replay
 
     @property
-    def done(self) -> int:
+    def steps_done(self) -> int:
         """Optimizer steps of the run that are done."""
         return self._trainer.state.global_step
 
-    def end(self, kind: str, where: str, **given: Any) -> Any:
+    def end(self, kind: str, where: str, **options: Any) -> Any:
         """End the program that was recorded, as [`WatchMixin.end_program`]."""
-        return self._trainer.end_program(kind, where, **given)
+        return self._trainer.end_program(kind, where, **options)
 
     def warn_traced(self, reason: str, training: bool = True) -> None:
         """As the function of this name, but of an evaluation only where no line has said so yet."""
@@ -152,10 +152,10 @@ def reach_of_trainer(trainer, models: Sequence[nn.Module], methods: tuple[str, .
     """What Python may read in `methods` of a trainer, which run models, besides the values of their tensors."""
     roots: dict[str, Any] = {}
     for model in models:
-        unwrapped = unwrap_peft_model(model)
-        if isinstance(unwrapped, PreTrainedModel):
+        base = unwrap_peft_model(model)
+        if isinstance(base, PreTrainedModel):
             # Each module has it, too.
-            roots.setdefault("model.config", unwrapped.config)
+            roots.setdefault("model.config", base.config)
     roots |= {"model" if index == 0 else f"further model {index}": model for index, model in enumerate(models)}
     roots |= HOOKS_OF_ALL_MODULES
     attributes = {"trainer": (trainer, attributes_of_a_step(trainer, methods))}

@@ -69,35 +69,35 @@ class StatusMixin(RunFactsMixin):
         # A teacher or a reference takes part of the time.
         if dimensions is None or self._runs_other_passes:
             return None
-        parameters, trained = count_parameters(self.model)
-        return cache(partial(step_flops, dimensions, adapters=trained if trained < parameters else None))
+        parameters, num_trained = count_parameters(self.model)
+        return cache(partial(step_flops, dimensions, adapters=num_trained if num_trained < parameters else None))
 
     def _read_train_metrics(self, grad_norm: torch.Tensor | float | None = None) -> dict[str, float]:
         """Read the loss, the gradient norm if there is one, and the metrics, all in one transfer."""
         with self.phase("device"), self.copies.not_made():
-            fetched = self.backend.fetch(
+            host_values = self.backend.fetch(
                 {"grad_norm": grad_norm, "loss": self.loss_log.tensors, "metrics": self.logged_metrics("train")},
                 self.begin_read,
             )
-        window = self.loss_log.read(fetched["loss"])
+        window = self.loss_log.read(host_values["loss"])
         if self.model.training:
             # Where a callback has left it in evaluation, upstream's next log shows them.
-            self.take_metrics("train", fetched["metrics"])
+            self.take_metrics("train", host_values["metrics"])
         # One NaN would stay in upstream's own sum for good.
         self.reset_upstream_loss()
         self._total_loss_scalar += window.total
         if window.nonfinite:
             step = self.state.global_step - window.steps + window.first_nonfinite
-            logged = "NaN or infinite, too"
+            substitute = "NaN or infinite, too"
             if self.loss_log.filters:
-                logged = "the mean of those before in its place, or 0 (logging_nan_inf_filter=False logs NaN)"
+                substitute = "the mean of those before in its place, or 0 (logging_nan_inf_filter=False logs NaN)"
             logger.warning(
                 f"The loss was NaN or infinite at step {step} ({window.nonfinite} times in the {window.steps} steps since the last "
-                f"log); the logged loss has {logged}."
+                f"log); the logged loss has {substitute}."
             )
         read = {"loss": window.mean}
         if grad_norm is not None:
-            value = fetched["grad_norm"]
+            value = host_values["grad_norm"]
             read["grad_norm"] = value.item() if isinstance(value, torch.Tensor) else value
         return read
 
@@ -160,11 +160,11 @@ class StatusMixin(RunFactsMixin):
         return super()._finalize_training(trial, num_train_samples, start_time)
 
     def log(self, logs, start_time=None) -> None:
-        measured = {}
+        measurements = {}
         if self.status is not None:
-            measured = self.status.take_speed() if "loss" in logs else {}
-            measured |= self.status.take_phases() if "train_runtime" in logs else {}
-        shown, history = {**logs, **measured}, self.state.log_history
+            measurements = self.status.take_speed() if "loss" in logs else {}
+            measurements |= self.status.take_phases() if "train_runtime" in logs else {}
+        all_logs, history = {**logs, **measurements}, self.state.log_history
         before = len(history)
         pending = self.is_in_train and self.state.global_step > self._globalstep_last_logged
         if pending and self.model.training and self.backend.metrics_on_device:
@@ -172,12 +172,12 @@ class StatusMixin(RunFactsMixin):
             with self.copies.not_made():
                 self.take_metrics("train", self.backend.fetch(self.logged_metrics("train"), self.begin_read))
         with self.phase("log"):
-            super().log(shown, start_time)
+            super().log(all_logs, start_time)
         # Callbacks have shown how fast the machine was. The history and the result of a run are upstream's.
         for entry in history[before:]:
-            for name in measured.keys() - set(self.timed_upstream):
+            for name in measurements.keys() - set(self.timed_upstream):
                 entry.pop(name, None)
-        logs.update({name: value for name, value in shown.items() if name not in measured})
+        logs.update({name: value for name, value in all_logs.items() if name not in measurements})
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval", **kwargs):
         self.take_up_changes()

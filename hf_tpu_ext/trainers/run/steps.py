@@ -36,7 +36,7 @@ class StepsMixin:
         """Within this context, upstream's code computes the loss of a batch in static shapes, and reads nothing."""
         with (
             self.models_compiled(inputs.pop("segment_ids", None)),
-            self.chips.summed(self.accelerator),
+            self.chips.gather_over_chips(self.accelerator),
             self.micro_steps_as_data({} if self.model.training else self.data_of_evaluation()),
             self.metrics_deferred(),
         ):
@@ -45,23 +45,23 @@ class StepsMixin:
     @contextmanager
     def models_compiled(self, segment_ids: torch.Tensor | None = None) -> Iterator[None]:
         """Within this context, upstream's code runs models in static shapes; `segment_ids` as in [`static_masks`]."""
-        with ExitStack() as replaced:
-            replaced.enter_context(static_masks(segment_ids, sdpa=not self.backend.traces_steps))
+        with ExitStack() as stack:
+            stack.enter_context(static_masks(segment_ids, sdpa=not self.backend.traces_steps))
             if self.backend.traces_steps:
-                replaced.enter_context(head_computed_by(partial(score_tokens, self.backend)))
-                replaced.enter_context(self.chips.tokens_stay_on_chips())
+                stack.enter_context(head_computed_by(partial(score_tokens, self.backend)))
+                stack.enter_context(self.chips.tokens_stay_on_chips())
             if self.compiles_steps:
-                replaced.enter_context(checkpointing_left_on(type(self)))
+                stack.enter_context(checkpointing_left_on(type(self)))
             yield
 
     @contextmanager
-    def micro_steps_as_data(self, sent: dict[str, torch.Tensor]) -> Iterator[None]:
+    def micro_steps_as_data(self, numbers: dict[str, torch.Tensor]) -> Iterator[None]:
         """Within this context, the number of micro-steps is what was sent: there are fewer at the end of an epoch."""
-        if "micro_steps" not in sent:
+        if "micro_steps" not in numbers:
             yield
             return
         number = self.current_gradient_accumulation_steps
-        self.current_gradient_accumulation_steps = sent["micro_steps"]
+        self.current_gradient_accumulation_steps = numbers["micro_steps"]
         try:
             yield
         finally:
@@ -183,8 +183,10 @@ class StepsMixin:
 
     def other_models(self) -> list[nn.Module]:
         """Models besides the trained one that a step runs, as the reference of a preference trainer."""
-        trained = {id(module) for module in self.model.modules()}
-        models = [value for value in vars(self).values() if isinstance(value, nn.Module) and id(value) not in trained]
+        module_ids = {id(module) for module in self.model.modules()}
+        models = [
+            value for value in vars(self).values() if isinstance(value, nn.Module) and id(value) not in module_ids
+        ]
         return list(dict.fromkeys(models))
 
     def models_beside(self) -> list[nn.Module]:
@@ -208,10 +210,10 @@ class StepsMixin:
 
     def why_not_local(self, model: nn.Module) -> str | None:
         """Why chips that compute the gradients of their rows by themselves would not give the same step, as a clause."""
-        unwrapped = unwrap_peft_model(model)
-        if not self._loss_sums_tokens(unwrapped):
+        base = unwrap_peft_model(model)
+        if not self._loss_sums_tokens(base):
             return "the loss is not a sum over tokens"
-        if vars(unwrapped.config.get_text_config()).get("output_router_logits"):
+        if vars(base.config.get_text_config()).get("output_router_logits"):
             return "the load-balancing loss of the experts depends on the global batch"
         if (own_code := self.own_code_in_step("train")) is not None:
             return f"{own_code}, which may depend on the global batch"

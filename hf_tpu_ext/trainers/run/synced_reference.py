@@ -40,9 +40,9 @@ class SyncedReferenceMixin:
     Upstream does not save it: a run that it resumes begins again with the reference model as it was given.
     """
 
-    def _set_up(self, given) -> None:
+    def _set_up(self, arguments) -> None:
         with upstream_names(type(self), SyncRefModelCallback=self._make_sync):
-            super()._set_up(given)
+            super()._set_up(arguments)
 
     def _make_sync(self, SyncRefModelCallback: type, **kwargs) -> _SyncOneByOne:
         return _SyncOneByOne(self.layers, **kwargs)

@@ -96,7 +96,7 @@ class TextGeneration:
         return Generated([row[: count_until_end(row, ends)] for row in made.tolist()], [])
 
     def _run(self, name: str, shape: tuple[int, int], run: Callable[[], Any] | None = None) -> Any:
-        return self._programs.end(name, f"{name} after step {self._programs.done}", run=run, shape=shape)
+        return self._programs.end(name, f"{name} after step {self._programs.steps_done}", run=run, shape=shape)
 
     def _compile(self, function: Callable, state: Callable[[], list[torch.Tensor]]) -> CompiledFunction:
         compiled = self._programs.compile(function, [self._model], _METHODS, state)

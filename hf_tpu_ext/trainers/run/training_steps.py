@@ -198,7 +198,7 @@ class TrainingSteps(TrainerCallback):
             # There is no program to be run. What its operators have compiled is counted when the step has ended.
             self._under_way = kind
             return None
-        return self._programs.end(kind, f"step {self._programs.done + 1}", run=run)
+        return self._programs.end(kind, f"step {self._programs.steps_done + 1}", run=run)
 
     def _train_step(self, data: dict[str, dict[Any, Any]], sync_gradients: bool) -> dict[str, torch.Tensor]:
         """The function that is compiled: one micro-step."""
@@ -255,7 +255,7 @@ class TrainingSteps(TrainerCallback):
             return
         if kind == OPTIMIZER_STEP:
             self.gradients.drop()
-        steps = self._programs.done
+        steps = self._programs.steps_done
         self._programs.end(kind, f"step {steps if kind == OPTIMIZER_STEP else steps + 1}", settle=settle)
 
     # ---- Compiling ----

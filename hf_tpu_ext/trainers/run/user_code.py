@@ -338,9 +338,9 @@ def _in_namespaces(namespaces: dict[str, Any]) -> str | None:
 
 def draws_other_layers(model: nn.Module) -> str | None:
     """Find the setting, and its value, by which a model leaves out other layers at every step."""
-    unwrapped = unwrap_peft_model(model)
-    if isinstance(unwrapped, PreTrainedModel):
-        for key, value in unwrapped.config.to_dict().items():
+    base = unwrap_peft_model(model)
+    if isinstance(base, PreTrainedModel):
+        for key, value in base.config.to_dict().items():
             if "layerdrop" in key and value:
                 return f"{key}={value}"
     return None

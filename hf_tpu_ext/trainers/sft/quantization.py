@@ -101,7 +101,7 @@ class QuantizationMixin:
         with super().models_as_run(), ExitStack() as context:
             # An evaluation in the middle of training finds them so.
             if self.rounding is not None and not self._layers_round:
-                context.enter_context(self._fake_quantization.applied())
+                context.enter_context(self._fake_quantization.enable())
                 self._layers_round = True
                 context.callback(setattr, self, "_layers_round", False)
             yield
