@@ -69,9 +69,9 @@ def remove_temporary(temporary: Path, target: Path) -> None:
         target (`Path`):
             Whose place what was written in it was to take.
     """
-    replaced = temporary / _REPLACED
-    if replaced.exists() and not target.exists():
-        os.rename(replaced, target)
+    old_files = temporary / _REPLACED
+    if old_files.exists() and not target.exists():
+        os.rename(old_files, target)
     shutil.rmtree(temporary)
 
 

@@ -23,9 +23,9 @@ def requirement(extras: str = "") -> str:
         direct_url = None
     if direct_url is None and (clone / "setup.cfg").is_file():
         # Not installed, and found on the path.
-        return f"-e {_quoted(f'{clone}{brackets}')}"
+        return f"-e {_quote(f'{clone}{brackets}')}"
     if direct_url is None:
-        return _quoted(f"{_NAME}{brackets}")
+        return _quote(f"{_NAME}{brackets}")
     origin = json.loads(direct_url)
     url = origin["url"]
     if "vcs_info" in origin:
@@ -34,8 +34,8 @@ def requirement(extras: str = "") -> str:
     elif url.startswith("file:"):
         path = unquote(urlparse(url).path)
         editable = origin.get("dir_info", {}).get("editable", False)
-        return f"-e {_quoted(f'{path}{brackets}')}" if editable else _quoted(f"{path}{brackets}")
-    return _quoted(f"{_NAME}{brackets} @ {url}")
+        return f"-e {_quote(f'{path}{brackets}')}" if editable else _quote(f"{path}{brackets}")
+    return _quote(f"{_NAME}{brackets} @ {url}")
 
 
 def install_command(extras: str = "", options: str = "") -> str:
@@ -43,6 +43,6 @@ def install_command(extras: str = "", options: str = "") -> str:
     return " ".join(filter(None, ("pip install", options, requirement(extras))))
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     # Brackets are a pattern to some shells.
     return quote(text) if "'" in text else f"'{text}'"

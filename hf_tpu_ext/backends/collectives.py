@@ -20,10 +20,10 @@ from torch.fx.passes.split_module import split_module
 def gather(tensor: Tensor, count: int, by_host: bool) -> Tensor:
     """The tensors of all processes of the default group, one after the other along their first dimension."""
     # The names of `torch.distributed` for a gather into one tensor change with its versions.
-    gathered = tensor.new_zeros((count, *tensor.shape), device="cpu" if by_host else tensor.device)
-    gathered[dist.get_rank()] = tensor
-    dist.all_reduce(gathered)
-    return gathered.flatten(0, 1).to(tensor.device)
+    parts = tensor.new_zeros((count, *tensor.shape), device="cpu" if by_host else tensor.device)
+    parts[dist.get_rank()] = tensor
+    dist.all_reduce(parts)
+    return parts.flatten(0, 1).to(tensor.device)
 
 
 @gather.register_fake
@@ -84,8 +84,8 @@ def _parts_of(graph: GraphModule) -> dict[Node, int]:
         if node.target in _COLLECTIVES:
             parts[node] = 2 * depth[node] - 1
         else:
-            needed = [parts[user] for user in node.users if user in parts]
-            earliest = min(needed, default=last)
+            parts_of_users = [parts[user] for user in node.users if user in parts]
+            earliest = min(parts_of_users, default=last)
             parts[node] = earliest - 1 if earliest % 2 else earliest
     for node in nodes:
         if node.target is operator.getitem:

@@ -33,11 +33,11 @@ def cache_root(setting: str) -> tuple[Path | None, bool]:
     if value == "off":
         return None, True
     if value == "auto":
-        return _expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "hf_tpu_ext" / "compile", False
-    return _expanded(value).absolute(), True
+        return _expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "hf_tpu_ext" / "compile", False
+    return _expand(value).absolute(), True
 
 
-def _expanded(path: str) -> Path:
+def _expand(path: str) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError as error:

@@ -126,7 +126,7 @@ class CompiledFunction(ABC):
             What else it depends on.
         copies ([`RealCopies`]):
             Knows whether tensors may have aliases; `None` where copies always have memory of their own. Calls are made outside of
-            this context: see [`~RealCopies.suspended`].
+            this context: see [`~RealCopies.suspend`].
         draws_on_host (`bool`, *optional*, defaults to `False`):
             Whether random numbers that it draws on the host do not matter.
         warn (`Callable[[str], None]`, *optional*):
@@ -169,7 +169,7 @@ class CompiledFunction(ABC):
         return [*self._fingerprint.tensors, *self._list_state()]
 
     @contextmanager
-    def unchanged(self) -> Iterator[None]:
+    def assume_unchanged(self) -> Iterator[None]:
         """Context of calls between which nothing changes that programs depend on: it is compared at the first of them."""
         self._compares_again = False
         try:
@@ -229,7 +229,7 @@ class RealCopies(AbstractContextManager):
 
     @abstractmethod
     @contextmanager
-    def suspended(self) -> Iterator[None]:
+    def suspend(self) -> Iterator[None]:
         """Within this context, the other one is left, for code that runs thousands of operators."""
 
 

@@ -85,10 +85,10 @@ def show_chips(pjrt_device: str, num_chips: int, all_chips: int) -> None:
     if num_chips == all_chips:
         return
     if num_chips not in _TPU_CHIP_BOUNDS:
-        allowed = sorted({size for size in _TPU_CHIP_BOUNDS if size < all_chips} | {all_chips})
+        sizes = sorted({size for size in _TPU_CHIP_BOUNDS if size < all_chips} | {all_chips})
         raise UserError(
             f"num_chips={num_chips}: a TPU host cannot be cut to that. Set num_chips to one of "
-            f"{', '.join(map(str, allowed))}."
+            f"{', '.join(map(str, sizes))}."
         )
     visible = os.environ.get("TPU_VISIBLE_CHIPS", ",".join(map(str, range(all_chips)))).split(",")
     os.environ["TPU_VISIBLE_CHIPS"] = ",".join(visible[:num_chips])

@@ -62,7 +62,7 @@ def find_chip_holders(proc: Path = Path("/proc")) -> tuple[list[ChipHolder], int
         if int(process.name) == os.getpid():
             continue
         try:
-            opened = {os.readlink(file) for file in (process / "fd").iterdir()}
+            files = {os.readlink(file) for file in (process / "fd").iterdir()}
             command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
         except PermissionError:
             hidden += 1
@@ -70,7 +70,7 @@ def find_chip_holders(proc: Path = Path("/proc")) -> tuple[list[ChipHolder], int
         except FileNotFoundError:
             # It has ended, or closed a file, meanwhile.
             continue
-        if chips := sorted(file for file in opened if _CHIP_FILE.fullmatch(file)):
+        if chips := sorted(file for file in files if _CHIP_FILE.fullmatch(file)):
             holders.append(ChipHolder(int(process.name), command, chips))
     return sorted(holders, key=lambda holder: holder.pid), hidden
 

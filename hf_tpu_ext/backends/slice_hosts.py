@@ -254,7 +254,7 @@ class SliceHosts(Processes):
         states = [f"state/{host}" for host in range(self.count)]
         beats = [f"beat/{host}" for host in range(self.count)]
         heard = [("", time.monotonic())] * self.count
-        needed = [0] * self.count
+        num_needed = [0] * self.count
         while not self._closing.wait(_INTERVAL):
             try:
                 self._rounds += 1
@@ -276,8 +276,8 @@ class SliceHosts(Processes):
                     self._lose(host, f"has ended with an error ({state.removeprefix(_FAILED).strip()})")
             for host, state in enumerate(state_texts):
                 # It may have been needed until a moment ago.
-                needed[host] = needed[host] + 1 if state == _ENDED and self._needs(host) else 0
-                if needed[host] == 3:
+                num_needed[host] = num_needed[host] + 1 if state == _ENDED and self._needs(host) else 0
+                if num_needed[host] == 3:
                     self._lose(host, "has ended")
                 if state == _ALIVE and now - heard[host][1] > self._silence:
                     self._lose(host, f"has said nothing for {self._silence:g} seconds")

@@ -86,14 +86,14 @@ class Preemption(TrainerCallback):
             # One that is ignored stays ignored, as for `nohup` and for jobs in the background of a shell script.
             if signal.getsignal(number) not in (None, signal.SIG_IGN):
                 self._handlers[number] = signal.signal(number, self._on_signal)
-        done = threading.Event()
+        is_done = threading.Event()
         if self._maintenance_url is not None:
-            asking = (self._maintenance_url, self._tell, done)
+            asking = (self._maintenance_url, self._tell, is_done)
             threading.Thread(target=watch_maintenance, args=asking, daemon=True).start()
         try:
             yield
         finally:
-            done.set()
+            is_done.set()
             self._restore_handlers()
             self.listening = False
 
@@ -156,14 +156,14 @@ class Preemption(TrainerCallback):
 
 
 def watch_maintenance(
-    url: str, tell: Callable[[str], None], done: threading.Event, seconds_between: float = 5.0
+    url: str, tell: Callable[[str], None], is_done: threading.Event, seconds_between: float = 5.0
 ) -> None:
     """
-    Ask a metadata server every few seconds whether the machine is to be taken, until it says so or `done` is set.
+    Ask a metadata server every few seconds whether the machine is to be taken, until it says so or `is_done` is set.
     """
     # The server is of this machine, whatever proxy the network needs.
     opener = build_opener(ProxyHandler({}))
-    while not done.wait(seconds_between):
+    while not is_done.wait(seconds_between):
         for key, nothing in (("preempted", "FALSE"), ("maintenance-event", "NONE")):
             # Not every kind of machine has both, and the server may be busy.
             with suppress(OSError):

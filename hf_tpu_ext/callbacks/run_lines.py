@@ -89,9 +89,9 @@ class RunLines(TrainerCallback):
             return
         steps = state.global_step - self._first_step
         if self._backend.traces_steps and steps:
-            loaded = f" and {spent.loads} loaded" if spent.loads else ""
+            num_loaded = f" and {spent.loads} loaded" if spent.loads else ""
             tqdm.write(
-                f"Trained {count(steps, 'step')}: {count(spent.compiles, 'graph')} compiled{loaded} in {spent.compile_seconds:.1f} s, "
+                f"Trained {count(steps, 'step')}: {count(spent.compiles, 'graph')} compiled{num_loaded} in {spent.compile_seconds:.1f} s, "
                 f"{count(spent.executions, 'execution')} ({spent.replays} replayed), {count(spent.reads, 'device-to-host transfer')}, "
                 f"{count(spent.fallbacks, 'CPU fallback')} (including evaluation, logs and checkpoints)"
             )
@@ -116,10 +116,10 @@ def describe_cache_use(cache: CacheUse) -> str:
     text = f"hits: {cache.hits}, misses: {cache.misses}"
     if cache.unreadable:
         text += f", unreadable: {cache.unreadable}"
-    compiled, lookups = cache.misses + cache.unreadable, cache.hits + cache.misses + cache.unreadable
+    num_compiled, lookups = cache.misses + cache.unreadable, cache.hits + cache.misses + cache.unreadable
     if lookups:
         graphs = count(lookups, "graph")
-        text += f" ({compiled} of {graphs} compiled)" if compiled else " (nothing was compiled)"
+        text += f" ({num_compiled} of {graphs} compiled)" if num_compiled else " (nothing was compiled)"
     return (
         f"Compilation cache: {text}; compiling: {cache.compile_seconds:.1f} s; {count(cache.programs, 'executable')}, "
         f"{cache.size / 2**20:,.1f} MiB in {cache.directory}"

@@ -56,17 +56,17 @@ class ShowSamples(TrainerCallback):
         after = self._answer()
         if not state.is_world_process_zero:
             return
-        shown = []
+        samples = []
         for prompt, reference, old, new in zip(self._prompts, self._references, self._before, after, strict=True):
             text = self._tokenizer.decode(prompt, skip_special_tokens=True).strip()
             answers = {"reference": self._text(reference), self._when: old, "after": new}
-            shown.append({"prompt": text, **answers})
+            samples.append({"prompt": text, **answers})
             tqdm.write(f"\n{text}")
             for name, answer in answers.items():
                 tqdm.write(f"  {name:>9}: {answer}")
         tqdm.write("")
         if self._keep is not None:
-            self._keep(shown)
+            self._keep(samples)
 
     def _answer(self) -> list[str]:
         return [self._text(answer) for answer in self._generate(self._prompts)]

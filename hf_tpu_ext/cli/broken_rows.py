@@ -19,7 +19,7 @@ def naming_broken_rows(script_args, dataset_args) -> Iterator[None]:
     try:
         yield
     except DatasetGenerationError as error:
-        names = [script_args.dataset_name, *(mixed.path for mixed in dataset_args.datasets or ())]
+        names = [script_args.dataset_name, *(dataset.path for dataset in dataset_args.datasets or ())]
         for file in (file for name in names if name is not None for file in sorted(Path(name).rglob("*.jsonl"))):
             for number, line in enumerate(file.read_bytes().splitlines(), start=1):
                 try:

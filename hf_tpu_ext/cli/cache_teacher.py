@@ -250,8 +250,8 @@ def _report(directory: Path, manifest, recipe: str | None) -> None:
         f"{manifest.sequences} sequences of {manifest.tokens} tokens, {manifest.bytes_per_token:.1f} bytes per token, "
         f"{size / 1e6:.1f} MB in {len(manifest.shards)} files"
     )
-    covered = ", ".join(f"{share:.1%} at temperature {temperature:g}" for temperature, share in coverage.items())
-    print(f"The top {manifest.top_k} tokens hold of the teacher's mass: {covered}")
+    coverage_text = ", ".join(f"{share:.1%} at temperature {temperature:g}" for temperature, share in coverage.items())
+    print(f"The top {manifest.top_k} tokens hold of the teacher's mass: {coverage_text}")
     for temperature, share in coverage.items():
         if share < LOW_COVERAGE:
             print(f"warning: {describe_coverage(share, temperature, manifest.top_k)}")

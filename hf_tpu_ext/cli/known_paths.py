@@ -59,8 +59,8 @@ def _is_cached(name: str) -> bool:
     folders = [
         os.path.join(HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type=kind)) for kind in ("model", "dataset")
     ]
-    prepared = os.environ.get("HF_DATASETS_CACHE", os.path.join(HF_HOME, "datasets"))
-    return any(map(os.path.isdir, [*folders, os.path.join(prepared, name.replace("/", "___"))]))
+    cache_dir = os.environ.get("HF_DATASETS_CACHE", os.path.join(HF_HOME, "datasets"))
+    return any(map(os.path.isdir, [*folders, os.path.join(cache_dir, name.replace("/", "___"))]))
 
 
 def _reaches(address: str) -> bool:

@@ -131,17 +131,17 @@ def run(argv: list[str]) -> int:
             )
 
         def trace(changes: dict[str, str]):
-            changed = replace(recipe, command_line=recipe.command_line | changes)
+            variant = replace(recipe, command_line=recipe.command_line | changes)
             try:
-                programs, traced = trace_run(
-                    lambda adapt: SCRIPTS[command].train(changed, SCRIPTS[command].parser(title, DESCRIPTION), adapt)
+                programs, facts = trace_run(
+                    lambda adapt: SCRIPTS[command].train(variant, SCRIPTS[command].parser(title, DESCRIPTION), adapt)
                 )
             except OSError as error:
                 raise UserError(f"{error}\n{_NEEDS}") from error
             if options.seq_lengths:
-                traced = traced.without_data()
+                facts = facts.without_data()
             name = recipe.path or "the command line"
-            return partial(make_plan, name, topology, programs, traced, options.prices or PRICES), traced
+            return partial(make_plan, name, topology, programs, facts, options.prices or PRICES), facts
 
         jobs = jobs_at_once() if options.jobs is None else options.jobs
         compile_own, own = trace({})

@@ -18,10 +18,10 @@ from .cache_format import (
     dataset_sequences,
     describe_coverage,
     find_damage,
-    normalised,
     read_manifest,
     read_sequence,
     sequence_key,
+    temperatures_with_normaliser,
     tokenizer_hash,
 )
 from .losses import TopK
@@ -52,7 +52,7 @@ class TeacherCache:
                     f"{self.directory / shard.file} {problem}. Rebuild it with the command that built the cache: "
                     f"{MAKE} {self.directory} (complete files are kept)."
                 )
-        self._preloaded = [(self.directory / shard.file).read_bytes() for shard in shards] if preload else None
+        self._contents = [(self.directory / shard.file).read_bytes() for shard in shards] if preload else None
         self._open: dict[int, pa.ipc.RecordBatchFileReader] = {}
         self._places: dict[bytes, tuple[int, int]] = {}
         for number in range(len(shards)):
@@ -67,7 +67,7 @@ class TeacherCache:
     def _reader(self, shard: int) -> pa.ipc.RecordBatchFileReader:
         if shard not in self._open:
             path = self.directory / self.manifest.shards[shard].file
-            source = pa.memory_map(str(path)) if self._preloaded is None else pa.py_buffer(self._preloaded[shard])
+            source = pa.memory_map(str(path)) if self._contents is None else pa.py_buffer(self._contents[shard])
             # A forked worker has none of the threads of its parent.
             self._open[shard] = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(use_threads=False))
         return self._open[shard]
@@ -102,7 +102,7 @@ class TeacherCache:
         arrays = read_sequence(self._reader(shard), number)
         ids, log_probs = torch.from_numpy(arrays["ids"]), torch.from_numpy(arrays["values"]).float() / temperature
         if temperature != 1:
-            column = normalised(manifest.temperatures).index(temperature)
+            column = temperatures_with_normaliser(manifest.temperatures).index(temperature)
             log_probs = log_probs - torch.from_numpy(arrays["normalisers"][:, column, None])
         log_tail = torch.from_numpy(arrays["log_tails"][:, manifest.temperatures.index(temperature)]).float()
         if top_k < manifest.top_k:
@@ -185,5 +185,5 @@ class TeacherCache:
                 f"{here[0].upper()}{here[1:]} has the token id {manifest.largest_id}, but the student's vocabulary has "
                 f"{vocab_size} tokens. Use a teacher with the student's vocabulary."
             )
-        covered = manifest.coverage[manifest.temperatures.index(temperature)]
-        return [describe_coverage(covered, temperature, manifest.top_k)] if covered < LOW_COVERAGE else []
+        share = manifest.coverage[manifest.temperatures.index(temperature)]
+        return [describe_coverage(share, temperature, manifest.top_k)] if share < LOW_COVERAGE else []

@@ -61,7 +61,7 @@ class CacheSettings:
     @property
     def token_bytes(self) -> int:
         """Bytes of one position."""
-        return 6 * self.top_k + 4 * len(normalised(self.temperatures)) + 2 * len(self.temperatures)
+        return 6 * self.top_k + 4 * len(temperatures_with_normaliser(self.temperatures)) + 2 * len(self.temperatures)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ class CacheManifest(CacheSettings):
     shards: tuple[Shard, ...]
 
 
-def normalised(temperatures: tuple[float, ...]) -> list[float]:
+def temperatures_with_normaliser(temperatures: tuple[float, ...]) -> list[float]:
     """Temperatures of a cache that a normaliser is stored for: all but 1, whose own is 0."""
     return [temperature for temperature in temperatures if temperature != 1]
 
@@ -241,9 +241,9 @@ def read_manifest(directory: Path) -> CacheManifest:
     if content is None:
         progress = read_json(directory / PROGRESS)
         if progress is not None:
-            done = sum(shard["sequences"] for shard in progress["shards"])
+            num_sequences = sum(shard["sequences"] for shard in progress["shards"])
             raise UserError(
-                f"The teacher's cache {directory} is not complete: {done} of {progress['settings']['sequences']} sequences "
+                f"The teacher's cache {directory} is not complete: {num_sequences} of {progress['settings']['sequences']} sequences "
                 f"are there. Finish it with the command that started it: {MAKE} {directory}."
             )
         raise UserError(f"kd_cache={str(directory)!r} holds no teacher's cache. Build it: {MAKE} {directory}.")

@@ -30,11 +30,11 @@ from .cache_format import (
     find_damage,
     is_of_a_cache,
     names_of_shards,
-    normalised,
     read_json,
     read_manifest,
     read_shards,
     shard_name,
+    temperatures_with_normaliser,
     write_shard,
 )
 
@@ -170,7 +170,7 @@ class CacheWriter:
 
     def _write_file(self, sequences: range, rows: list[Any]) -> tuple[int, Shard]:
         temperatures = self.settings.temperatures
-        columns = [temperatures.index(temperature) for temperature in normalised(temperatures)]
+        columns = [temperatures.index(temperature) for temperature in temperatures_with_normaliser(temperatures)]
         tensors, coverage_sums, largest_id = [], np.zeros(len(temperatures)), 0
         for number, row in zip(sequences, rows, strict=True):
             ids, values, normalisers, log_tails = (tensor.numpy() for tensor in row)

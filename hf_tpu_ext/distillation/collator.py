@@ -34,16 +34,16 @@ def collate_with_teacher(
     """
     batch = dict(collator(examples))
     rows, length = batch["input_ids"].shape
-    padded = TopK(
+    of_batch = TopK(
         torch.zeros((rows, length, top_k), dtype=torch.int32),
         torch.zeros((rows, length, top_k)),
         torch.zeros((rows, length)),
     )
     for row, example in enumerate(examples):
         of_example = cache.lookup(example["input_ids"], temperature, top_k)
-        for whole, part in zip(padded, of_example, strict=True):
+        for whole, part in zip(of_batch, of_example, strict=True):
             whole[row, : part.shape[0]] = part
-    return {**batch, **dict(zip(_KEYS, padded, strict=True))}
+    return {**batch, **dict(zip(_KEYS, of_batch, strict=True))}
 
 
 def cached_teacher(student: nn.Module, inputs: dict[str, Any]) -> TopK:

@@ -168,8 +168,8 @@ class FusedDistillation(torch.autograd.Function):
         if needs_bias:
             parameters["bias"] = bias
 
-        def differentiate(carried, chunk):
-            constants, carry = carried
+        def differentiate(loop_carry, chunk):
+            constants, carry = loop_carry
             # On this thread: autograd's own holds on to its last tensors for a moment longer, and on XLA those of a loop's
             # body have no data. A step that ends just then would crash.
             with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):

@@ -36,9 +36,9 @@ class TopK(NamedTuple):
     @classmethod
     def of(cls, logits: Tensor, top_k: int, temperature: float) -> "TopK":
         """The `top_k` most likely tokens of logits `(tokens, vocabulary)` at a temperature, most likely first."""
-        scaled = (logits / temperature).log_softmax(-1)
-        log_probs, ids = scaled.topk(top_k)
-        return cls(ids, log_probs, scaled.scatter(-1, ids, -math.inf).logsumexp(-1))
+        all_log_probs = (logits / temperature).log_softmax(-1)
+        log_probs, ids = all_log_probs.topk(top_k)
+        return cls(ids, log_probs, all_log_probs.scatter(-1, ids, -math.inf).logsumexp(-1))
 
 
 def divergence(teacher: Tensor, student: Tensor, kd_loss: str, beta: float = 0.5) -> Tensor:
@@ -90,14 +90,14 @@ def top_k_divergence(teacher: TopK, logits: Tensor, temperature: float, kd_loss:
     Renormalising
     over the top K instead would throw the tail away and bias the gradient.
     """
-    scaled = logits / temperature
-    normaliser = scaled.logsumexp(-1, keepdim=True)
+    student_logits = logits / temperature
+    normaliser = student_logits.logsumexp(-1, keepdim=True)
     ids = teacher.ids.long()
-    student = scaled.gather(-1, ids) - normaliser
+    student = student_logits.gather(-1, ids) - normaliser
     log_probs = teacher.log_probs.to(student.dtype)
     if ids.shape[-1] < logits.shape[-1]:
         # The sum of what is in it, not a difference to 1, for the same reason as the teacher's.
-        others = scaled.scatter(-1, ids, -math.inf).logsumexp(-1, keepdim=True)
+        others = student_logits.scatter(-1, ids, -math.inf).logsumexp(-1, keepdim=True)
         student = torch.cat([student, others - normaliser], dim=-1)
         log_probs = torch.cat([log_probs, teacher.log_tail[..., None].to(student.dtype)], dim=-1)
     return divergence(log_probs, student, kd_loss, beta)

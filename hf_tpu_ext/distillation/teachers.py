@@ -32,16 +32,16 @@ def run_to_head(model: nn.Module, inputs: dict[str, Any]) -> Head:
     Returns:
         [`Head`]: What its logits are computed from, for the `batch * (length - 1)` positions that predict a label.
     """
-    captured = []
+    heads = []
 
     def capture(hidden, weight, bias, targets, temperature, chunk_size, softcap, scale, outputs):
-        captured.append(Head(hidden, weight, bias, softcap, scale))
+        heads.append(Head(hidden, weight, bias, softcap, scale))
         return (torch.zeros_like(targets, dtype=torch.float32), None, None, None, None)
 
     with head_computed_by(capture):
         # Which document a token belongs to is for the attention mask, not for the model.
         model(**{key: value for key, value in inputs.items() if key != "segment_ids"}, fused_lm_head=True)
-    (head,) = captured
+    (head,) = heads
     return head
 
 
@@ -64,12 +64,12 @@ def check_answers_alone(model: nn.Module, longest: int, name: str) -> None:
     that the row is in: a cache is made before it is known.
     """
     lengths = BatchLength([model], longest)
-    if lengths.scaled is not None:
-        rope_type, unscaled = lengths.scaled
+    if lengths.rope_scaling is not None:
+        rope_type, longest_unscaled = lengths.rope_scaling
         raise UserError(
             f"kd_teacher={name!r} has rotary embeddings whose frequencies depend on the longest row of a batch (rope_type="
-            f"{rope_type!r}) beyond {unscaled} tokens, and a row of the data has {longest}: what a cache holds would not be what "
-            f"the teacher says in training. Set max_length={unscaled}, or train without kd_cache."
+            f"{rope_type!r}) beyond {longest_unscaled} tokens, and a row of the data has {longest}: what a cache holds would not be what "
+            f"the teacher says in training. Set max_length={longest_unscaled}, or train without kd_cache."
         )
     if lengths.is_block_sparse:
         raise UserError(

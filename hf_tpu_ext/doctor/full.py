@@ -84,7 +84,7 @@ class FullTest:
         ends = time.monotonic() + seconds
         with tempfile.TemporaryDirectory(prefix="hf_tpu_doctor_") as directory:
             for names in self._groups:
-                watched = WatchedProcess(
+                process = WatchedProcess(
                     self._command,
                     names,
                     MOST_OF_ONE * seconds,
@@ -93,5 +93,5 @@ class FullTest:
                     directory=Path(directory),
                     ends=ends,
                 )
-                yield from watched.run()
-                self.output += watched.output
+                yield from process.run()
+                self.output += process.output

@@ -84,7 +84,7 @@ def measure_speed(backend: Backend, directory: Path, mechanisms: "Mechanisms") -
     from .mechanisms import Found, WrongError
 
     on_host = backend.device.type == "cpu" or backend.unknown_upstream and backend.chip is None
-    planned = None if on_host else plan_speed(backend, directory)
+    plan = None if on_host else plan_speed(backend, directory)
     settings = dict(SETTINGS)
     batch, length = (_BATCH_ON_HOST, _LENGTH_ON_HOST) if on_host else (BATCH, LENGTH)
     if on_host:
@@ -116,10 +116,10 @@ def measure_speed(backend: Backend, directory: Path, mechanisms: "Mechanisms") -
         if not off <= 1e-2:
             raise WrongError(f"the losses differ from stock TRL's by {off:.1g}: {losses} and {stock_losses}")
         text += f", losses within {off:.1g} of its own" if off else ", the same losses"
-    if planned is not None:
-        numbers["plan"] = planned
-        text += f"; {planned['text']}"
-        if memory is not None and planned["peak_bytes"] and memory > _BEYOND_PLAN * planned["peak_bytes"]:
+    if plan is not None:
+        numbers["plan"] = plan
+        text += f"; {plan['text']}"
+        if memory is not None and plan["peak_bytes"] and memory > _BEYOND_PLAN * plan["peak_bytes"]:
             raise WrongError(f"more HBM than planned: {text}")
     return Found(text, numbers)
 
@@ -195,10 +195,10 @@ def plan_speed(backend: Backend, directory: Path) -> dict[str, Any] | None:
     print(output)
     if process.returncode not in (0, 1):
         return {"text": f"no plan: {(output.strip().splitlines() or [''])[-1]}", "peak_bytes": None}
-    derived = json.loads(plan_file.read_text(encoding="utf-8"))["derived"]
-    expected = derived["step"]["seconds"]
+    estimates = json.loads(plan_file.read_text(encoding="utf-8"))["derived"]
+    seconds = estimates["step"]["seconds"]
     text = (
-        f"hf-tpu plan: {' to '.join(dict.fromkeys(map(format_seconds, expected)))} a step, "
-        f"{format_bytes(derived['peak_bytes'])}"
+        f"hf-tpu plan: {' to '.join(dict.fromkeys(map(format_seconds, seconds)))} a step, "
+        f"{format_bytes(estimates['peak_bytes'])}"
     )
-    return {"text": text, "peak_bytes": derived["peak_bytes"], "expected_seconds": expected}
+    return {"text": text, "peak_bytes": estimates["peak_bytes"], "expected_seconds": seconds}

@@ -103,15 +103,15 @@ def _check_python(version: str) -> Check:
     )
 
 
-def _check(required: Requirement, find_version: Callable[[str], str | None], extra: str | None = None) -> Check:
-    name, specifier = required.name, str(required.specifier)
+def _check(requirement: Requirement, find_version: Callable[[str], str | None], extra: str | None = None) -> Check:
+    name, specifier = requirement.name, str(requirement.specifier)
     label = f"{name} [{extra}]" if extra else name
     fix = f"pip install '{name}{specifier}'" if extra is None else install_command(extra)
     version = find_version(name)
     if version is None:
         return Check(label, "failed", f"not installed; {specifier or 'any version'} is needed", fix)
     # A release candidate is the version that it is a candidate for.
-    if not required.specifier.contains(Version(version), prereleases=True):
+    if not requirement.specifier.contains(Version(version), prereleases=True):
         return Check(label, "failed", f"{version}, {specifier} is needed", fix)
     return Check(label, "ok", f"{version} ({specifier})" if specifier else version)
 

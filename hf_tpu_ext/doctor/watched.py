@@ -60,10 +60,10 @@ class WatchedProcess:
             if self.directory is None
             else nullcontext(self.directory) as directory
         ):
-            left = list(self.names)
-            while left:
-                for check in self._run_once(Path(directory), left):
-                    left.pop(0)
+            names = list(self.names)
+            while names:
+                for check in self._run_once(Path(directory), names):
+                    names.pop(0)
                     yield check
                 if not self.goes_on:
                     return
@@ -93,9 +93,9 @@ class WatchedProcess:
             deadline = min(time.monotonic() + self.patience, self.ends)
             while True:
                 # In this order: it may tick and end in between.
-                ended, hung = process.poll() is not None, time.monotonic() > deadline
+                has_ended, hung = process.poll() is not None, time.monotonic() > deadline
                 lines = ticks.read_text(encoding="utf-8").split("\n")[:-1]
-                if len(lines) > number or ended or hung:
+                if len(lines) > number or has_ended or hung:
                     break
                 time.sleep(0.05)
             output = log.read_text(encoding="utf-8", errors="replace")
@@ -105,7 +105,7 @@ class WatchedProcess:
                 text, fix = f"nothing happened for {self.patience:.0f} s", "Try again; a machine that is busy is slow"
                 if deadline == self.ends:
                     text = "the time was over"
-                if ended:
+                if has_ended:
                     text, fix = explain_end(process.returncode, output)
                 check = Check(name, "failed", text, self.fixes.get(name, fix))
             if check.status == "failed":

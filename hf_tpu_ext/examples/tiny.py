@@ -177,10 +177,10 @@ def work_addition(a: int, b: int) -> str:
 
 def _draw_different(draw: Callable[[], object], count: int) -> list:
     # Insertion order of a dict, unlike that of a set, is the same in every process.
-    drawn = {}
-    while len(drawn) < count:
-        drawn[draw()] = None
-    return list(drawn)
+    values = {}
+    while len(values) < count:
+        values[draw()] = None
+    return list(values)
 
 
 def _write(output_dir: str | Path, rows: list[dict]) -> Path:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from ..atomic_write import move_into_place, remove_temporary
 from ..errors import SaveError, UserError
 from ..formatting import format_bytes
-from ..trainers.checkpoint.run_lock import locked
+from ..trainers.checkpoint.run_lock import lock
 
 
 #: What an export says about itself, and what tells a directory as one.
@@ -28,7 +28,7 @@ def only_export_to(output: Path) -> Iterator[None]:
     """Context of an export to a directory or a file. Raises `ValueError` while another one is in it."""
     output = output.absolute()
     fix = "Write to another place, or wait until that export has ended."
-    with locked(output.with_name(f".{output.name}{_LOCK}"), f"Another export writes to {output}", fix):
+    with lock(output.with_name(f".{output.name}{_LOCK}"), f"Another export writes to {output}", fix):
         yield
 
 

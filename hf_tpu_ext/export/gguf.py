@@ -102,12 +102,12 @@ def _write(source: Path, path: Path, name: str, trained_for: TrainedFor) -> GGUF
         reader.tensors[place] = tensor._replace(data=data, tensor_type=type_, n_bytes=data.nbytes)
     partial = path.with_name(f".{path.name}.partial")
     writer = GGUFWriter(partial, reader.get_field(Keys.General.ARCHITECTURE).contents())
-    changed = {
+    changes = {
         Keys.General.FILE_TYPE: MetadataDetails(GGUFValueType.UINT32, LlamaFileType[f"MOSTLY_{name}"].value),
         Keys.General.QUANTIZATION_VERSION: MetadataDetails(GGUFValueType.UINT32, GGML_QUANT_VERSION),
     }
     try:
-        copy_with_new_metadata(reader, writer, changed, [])
+        copy_with_new_metadata(reader, writer, changes, [])
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

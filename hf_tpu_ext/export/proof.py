@@ -124,12 +124,12 @@ def logits(model: nn.Module, rows: list[torch.Tensor]) -> list[torch.Tensor]:
     return [model(input_ids=tokens, use_cache=False).logits[0].float() for tokens in rows]
 
 
-def compare(trained: list[torch.Tensor], other: list[torch.Tensor]) -> Difference:
+def compare(reference: list[torch.Tensor], other: list[torch.Tensor]) -> Difference:
     """
     Set [`logits`] or [`preferences`] beside those of the trained model, but for tokens that only one of the two has.
     """
-    size = min(trained[0].shape[-1], other[0].shape[-1])
-    pairs = [(mine[:, :size], yours[:, :size]) for mine, yours in zip(trained, other, strict=True)]
+    size = min(reference[0].shape[-1], other[0].shape[-1])
+    pairs = [(mine[:, :size], yours[:, :size]) for mine, yours in zip(reference, other, strict=True)]
     positions = sum(mine.shape[0] for mine, _ in pairs)
     kl = sum(
         nn.functional.kl_div(yours.log_softmax(-1), mine.log_softmax(-1), reduction="sum", log_target=True)
@@ -146,7 +146,7 @@ def compare(trained: list[torch.Tensor], other: list[torch.Tensor]) -> Differenc
 
 def judge(
     dtype: str,
-    exported: Difference,
+    difference: Difference,
     training: Difference | None,
     rounded_to: str | None = None,
     rounds_activations: bool = False,
@@ -161,12 +161,12 @@ def judge(
             "The adapter changes nothing: it was not trained, or its weights have names that the base does not know. "
             "Nothing of the training is in the export."
         )
-    if exported.mean_kl <= _SAME:
+    if difference.mean_kl <= _SAME:
         return (
             True,
             "The exported model is the trained one: they differ no more than float32 sums in another order do.",
         )
-    if rounds_activations and exported.mean_kl <= _SAME_BUT_FOR_TIES:
+    if rounds_activations and difference.mean_kl <= _SAME_BUT_FOR_TIES:
         return (
             True,
             "The exported model is the trained one: sums of float32 in another order have rounded some activations to the next "
@@ -174,11 +174,11 @@ def judge(
         )
     if dtype == "float32" and rounded_to is None:
         return False, "The exported model is not the trained one. Do not use it, and use the adapter on its base."
-    of_training = exported.mean_kl / max(training.mean_kl, _SAME) if training is not None else 0.0
+    of_training = difference.mean_kl / max(training.mean_kl, _SAME) if training is not None else 0.0
     share = f", {of_training:.2g} of what training changed" if training is not None else ""
-    what = f"Rounding to {rounded_to or dtype} changes the model by {exported.mean_kl:.2g} nats{share}"
+    what = f"Rounding to {rounded_to or dtype} changes the model by {difference.mean_kl:.2g} nats{share}"
     # The other way round, a NaN would pass.
-    if exported.mean_kl <= _MUCH and of_training <= _MUCH_OF_TRAINING:
+    if difference.mean_kl <= _MUCH and of_training <= _MUCH_OF_TRAINING:
         return True, f"{what}: little."
     if rounded_to is not None:
         return False, f"{what}: much. Train with qat_weight_dtype, or export more bits: --quantize int8."

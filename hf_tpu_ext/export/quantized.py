@@ -28,7 +28,7 @@ def choose_quantization(
     Raises:
         `ValueError`: They do not agree, or nothing says to what.
     """
-    trained = TrainedFor.read(run_dir)
+    trained_for = TrainedFor.read(run_dir)
     if dtype is None:
         for option, value in {"--group_size": group_size, "--scale": scale}.items():
             if value is not None:
@@ -40,26 +40,26 @@ def choose_quantization(
         raise UserError(f"--quantize {dtype}: weights are rounded to {', '.join(WEIGHT_DTYPES)}. Give one of these.")
     if scale not in (None, *SCALES):
         raise UserError(f"--scale {scale}: scales are chosen by {', '.join(SCALES)}. Give one of these.")
-    if trained is None:
+    if trained_for is None:
         if dtype == AS_TRAINED:
             raise UserError(
                 f"{run_dir} was not trained for rounded weights (it has no {QUANTIZATION_FILE}). Give what to round to: "
                 "--quantize int4; or train with qat_weight_dtype."
             )
         return TrainedFor(dtype, group_size or 32, scale=scale or "max")
-    as_trained = (AS_TRAINED, trained.weight_dtype), (None, trained.group_size), (None, trained.scale)
-    if any(value not in allowed for value, allowed in zip((dtype, group_size, scale), as_trained, strict=True)):
+    as_trained = (AS_TRAINED, trained_for.weight_dtype), (None, trained_for.group_size), (None, trained_for.scale)
+    if any(value not in own for value, own in zip((dtype, group_size, scale), as_trained, strict=True)):
         raise UserError(
-            f"{run_dir} was trained for {trained.describe()}. Leave the dtype, --group_size and --scale out, for what was "
+            f"{run_dir} was trained for {trained_for.describe()}. Leave the dtype, --group_size and --scale out, for what was "
             "trained to be exported: --quantize"
         )
-    if trained.adapters == "beside" and (run_dir / ADAPTER_CONFIG_NAME).is_file():
+    if trained_for.adapters == "beside" and (run_dir / ADAPTER_CONFIG_NAME).is_file():
         raise UserError(
             f"{run_dir} was trained with qat_adapters='beside', round(W) x + B A x, which no rounded weight is equal to. Export "
-            f"its base, and serve the adapter on that: hf-tpu export BASE_DIRECTORY --quantize {trained.weight_dtype} "
-            f"--group_size {trained.group_size}; or train with qat_adapters='inside'."
+            f"its base, and serve the adapter on that: hf-tpu export BASE_DIRECTORY --quantize {trained_for.weight_dtype} "
+            f"--group_size {trained_for.group_size}; or train with qat_adapters='inside'."
         )
-    return trained
+    return trained_for
 
 
 def check_installed() -> None:
@@ -93,7 +93,7 @@ def write_quantized(model: PreTrainedModel, trained_for: TrainedFor, dtype: torc
             "both cannot be loaded. Leave out --quantize."
         )
     rounding = fake.rounding
-    rounded = {name: rounding.quantize_weight(module.weight) for name, module in fake.linears.items()}
+    rounded_weights = {name: rounding.quantize_weight(module.weight) for name, module in fake.linears.items()}
     ends = [*fake.embeddings, *([] if fake.head is None else [fake.head])]
     # Tied weights once: rounded weights have other scales.
     for weight in {id(module.weight): module.weight for module in ends}.values():
@@ -111,12 +111,14 @@ def write_quantized(model: PreTrainedModel, trained_for: TrainedFor, dtype: torc
         else None,
         format=layout,
     )
-    others = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in rounded]
+    others = [
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in rounded_weights
+    ]
     config = QuantizationConfig(
         config_groups={"group_0": scheme}, ignore=others, quantization_status="frozen", format=layout
     )
     apply_quantization_config(model, config)
-    for name, (integers, scales) in rounded.items():
+    for name, (integers, scales) in rounded_weights.items():
         module, scales = model.get_submodule(name), scales.to(dtype)
         groups = integers.float().unflatten(-1, (-1, rounding.group_size))
         # It is rounded once more below, to the integers that it is made of. In float32, for no other ones to come out.

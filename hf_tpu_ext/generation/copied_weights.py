@@ -55,14 +55,14 @@ class CopiedWeights:
         weights = [(module.weight, module, 1) for module in self._linear.values()]
         if self._stack is not None:
             weights += [(weight, linear, len(weight)) for weight, linear in self._stack.weights()]
-        plain, needed = find_plain_linear(model), 0
+        plain, num_bytes = find_plain_linear(model), 0
         # Of each copy, whether it is transposed, and its dtype.
         self._layouts: list[tuple[bool, torch.dtype]] = []
         for weight, linear, count in weights:
             dtype = matmul_dtype(weight) if linear in plain else weight.dtype
-            needed += weight.numel() * dtype.itemsize
+            num_bytes += weight.numel() * dtype.itemsize
             self._layouts += [(transposes and linear is not None, dtype)] * count
-        if not backend.loops.in_programs or needed > find_room(backend):
+        if not backend.loops.in_programs or num_bytes > find_room(backend):
             self._stack, self._linear, self._layouts = None, {}, []
 
     def __len__(self) -> int:

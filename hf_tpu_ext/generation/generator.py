@@ -207,7 +207,7 @@ class Generator:
         rows = len(ids) * copies
         prompts = self._backend.send_rows({"ids": ids, "attention": mask}, len(ids))
         seed = self._backend.send(seed)
-        with self._compiled.unchanged():
+        with self._compiled.assume_unchanged():
             first_tokens, self._state = self._compiled(
                 {**prompts, "seed": seed, "copies": copies},
                 partial(self._run, PREFILL, tuple(ids.shape)),
@@ -269,7 +269,7 @@ class Generator:
     def _decode(self, seed: Tensor, rows: int) -> list[Tensor]:
         """All further tokens of the `rows` rows, in loops: tokens and log-probabilities, of shape `(new, rows)`."""
         state, cache = self._rows_and_cache()
-        carry = (_all(state.finished), state, tuple(cache))
+        carry = (_all(state.is_finished), state, tuple(cache))
         decode_token, lengths = partial(self._decode_token, seed), self._cache_lengths(cache)
         results, first = [], 1
         with self._weight_copies.read(self.copied_weights()):
@@ -360,14 +360,14 @@ class _Rows(NamedTuple):
     What is known of each row between two tokens.
 
     Args:
-        finished (`torch.Tensor` of shape `(rows,)`, int32): 1 where the last token has ended it.
+        is_finished (`torch.Tensor` of shape `(rows,)`, int32): 1 where the last token has ended it.
         token (`torch.Tensor` of shape `(rows,)`): The last token.
         position (`torch.Tensor` of shape `(rows, 1)`): Its position.
         attention (`torch.Tensor` of shape `(rows, length)`): 0 for padding of the prompt. Later tokens are masked by their position.
         history (`torch.Tensor` of shape `(rows, length)`): All tokens so far; others stand for those that are to come.
     """
 
-    finished: Tensor
+    is_finished: Tensor
     token: Tensor
     position: Tensor
     attention: Tensor

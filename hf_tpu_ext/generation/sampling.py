@@ -143,8 +143,8 @@ class Sampler:
             # The largest of scores with Gumbel noise is drawn with the probability of its softmax.
             scores = scores + gumbel(tuple(scores.shape), scramble(seed + number * BY_ROW))
         token = self._find_largest(scores)
-        scaled = logits / self._temperature
-        return token, scaled.gather(-1, token[:, None])[:, 0] - scaled.logsumexp(-1)
+        scaled_logits = logits / self._temperature
+        return token, scaled_logits.gather(-1, token[:, None])[:, 0] - scaled_logits.logsumexp(-1)
 
     def _find_largest(self, scores: Tensor) -> Tensor:
         if self._in_one_pass:

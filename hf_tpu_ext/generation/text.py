@@ -158,10 +158,10 @@ class TextRequest:
         """How often each prompt is there, one after the other."""
         return self.config.num_return_sequences or 1
 
-    def answer(self, generated: Generated, pad_token_id: int) -> Tensor:
+    def answer(self, result: Generated, pad_token_id: int) -> Tensor:
         """Prompts and completions, as `generate` returns them."""
-        longest = max(map(len, generated.token_ids))
+        longest = max(map(len, result.token_ids))
         completions = [
-            pad(torch.tensor(tokens), (0, longest - len(tokens)), value=pad_token_id) for tokens in generated.token_ids
+            pad(torch.tensor(tokens), (0, longest - len(tokens)), value=pad_token_id) for tokens in result.token_ids
         ]
         return torch.cat([self.input_ids.repeat_interleave(self.copies, 0), torch.stack(completions)], 1)

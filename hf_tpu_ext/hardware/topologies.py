@@ -93,17 +93,17 @@ class Topology:
 
 def read_topologies() -> dict[str, Topology]:
     """Read what is known, by all names, those of people first."""
-    named: dict[str, Topology] = {}
+    by_name: dict[str, Topology] = {}
     aliases: dict[str, Topology] = {}
     for name, values in json.loads(_CHIPS.read_text(encoding="utf-8")).items():
         layouts, others = values.pop("topologies"), values.pop("aliases")
         values["hosts"] = tuple(map(_read_layout, values["hosts"]))
         chip = Chip(name, **values)
         for title, layout in layouts.items():
-            named[title] = topology = Topology(title, _read_layout(layout), chip)
+            by_name[title] = topology = Topology(title, _read_layout(layout), chip)
             aliases[topology.compiler_name] = topology
-        aliases |= {alias: named[title] for alias, title in others.items()}
-    return named | aliases
+        aliases |= {alias: by_name[title] for alias, title in others.items()}
+    return by_name | aliases
 
 
 def _read_layout(text: str) -> tuple[int, ...]:

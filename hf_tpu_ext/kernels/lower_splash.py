@@ -142,9 +142,9 @@ def lower(function, platform: str, arguments: list) -> bytes:
     # Without the lines of Python that lead here: they would be part of the kernel, and so of the hash of the program.
     with config.traceback_in_locations_limit(0):
         # As exports are lowered, libtpu can read it: plainly lowered kernels are of a newer version.
-        exported = jax.export.export(jax.jit(function, keep_unused=True), platforms=[platform])(*arguments)
+        program = jax.export.export(jax.jit(function, keep_unused=True), platforms=[platform])(*arguments)
     computation = xla_client._xla.mlir.mlir_module_to_xla_computation(
-        exported.mlir_module_serialized, use_tuple_args=False, return_tuple=True
+        program.mlir_module_serialized, use_tuple_args=False, return_tuple=True
     )
     return without_id(computation.as_serialized_hlo_module_proto())
 

@@ -19,12 +19,12 @@ def required_versions(*names: str) -> dict[str, str]:
 def find_wrong_versions(*names: str) -> list[str]:
     """Say which of the [`required_versions`] are not the ones that are installed, and what is; empty where all are."""
     wrong = []
-    for name, required in required_versions(*names).items():
+    for name, right_version in required_versions(*names).items():
         try:
-            installed = version(name)
+            own_version = version(name)
         except PackageNotFoundError:
-            wrong.append(f"{name} {required} is not installed")
+            wrong.append(f"{name} {right_version} is not installed")
         else:
-            if installed != required:
-                wrong.append(f"{name} is {installed}, not {required}")
+            if own_version != right_version:
+                wrong.append(f"{name} is {own_version}, not {right_version}")
     return wrong

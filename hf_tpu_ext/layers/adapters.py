@@ -119,7 +119,7 @@ def adapters_scaled_inside(models: Sequence[nn.Module]) -> Iterator[None]:
     changes.
     """
     variant = _ScaledInside()
-    scaled = [
+    layers = [
         (module, name)
         for model in models
         for module in model.modules()
@@ -127,12 +127,12 @@ def adapters_scaled_inside(models: Sequence[nn.Module]) -> Iterator[None]:
         for name in module.lora_A
         if name not in module.lora_variant and not module.lora_bias[name]
     ]
-    for module, name in scaled:
+    for module, name in layers:
         module.lora_variant[name] = variant
     try:
         yield
     finally:
-        for module, name in scaled:
+        for module, name in layers:
             # An adapter may have been deleted meanwhile.
             if module.lora_variant.get(name) is variant:
                 del module.lora_variant[name]

@@ -120,23 +120,23 @@ def _kinds_of_layers(model: PreTrainedModel) -> set[str]:
     return set(vars(model.config.get_text_config()).get("layer_types") or ())
 
 
-def attention_to_load_with(attn_implementation: str | None, traced: bool = True) -> tuple[str, list[str]]:
+def attention_to_load_with(attn_implementation: str | None, traces_steps: bool = True) -> tuple[str, list[str]]:
     """
-    Choose what a model is loaded with whose attention is replaced when it is placed, or kept where steps are not `traced`, and
+    Choose what a model is loaded with whose attention is replaced when it is placed, or kept where steps are not `traces_steps`, and
     the caller asked for the `attn_implementation`. Returns its name, and a line where the caller's choice has no effect.
     """
     if is_of_user(AttentionInterface(), attn_implementation):
         return attn_implementation, []
-    if not traced and attn_implementation in _SAME_NUMBERS:
+    if not traces_steps and attn_implementation in _SAME_NUMBERS:
         return attn_implementation or "sdpa", []
-    if not traced:
+    if not traces_steps:
         return "sdpa", [f"attn_implementation={attn_implementation} is replaced by sdpa: its kernels are not for TPU"]
-    replaced = (
+    changes = (
         []
         if attn_implementation in _SAME_NUMBERS
         else [f"attn_implementation={attn_implementation} is replaced by attention that XLA compiles"]
     )
-    return "eager", replaced
+    return "eager", changes
 
 
 def has_kernel(model: nn.Module) -> bool:

@@ -75,17 +75,17 @@ class BatchLength:
                 if not types:
                     continue
                 self._ropes.append(module)
-                unscaled = min(_longest_unscaled(module, layers, kind) for layers, kind in types.items())
-                if longest is None or longest > unscaled:
+                longest_unscaled = min(_longest_unscaled(module, layers, kind) for layers, kind in types.items())
+                if longest is None or longest > longest_unscaled:
                     self._by_length.append((module, type(module)(module.config)))
         #: A module whose frequencies change within a run, with the length up to which they do not.
-        self.scaled: tuple[str, int] | None = None
+        self.rope_scaling: tuple[str, int] | None = None
         if self._by_length:
             module, _ = self._by_length[0]
             layers, kind = next(
                 (layers, kind) for layers, kind in _types_of(module).items() if _depends_on_length(kind)
             )
-            self.scaled = kind, _longest_unscaled(module, layers, kind)
+            self.rope_scaling = kind, _longest_unscaled(module, layers, kind)
 
     @property
     def is_block_sparse(self) -> bool:
@@ -160,9 +160,9 @@ class BatchLength:
             yield
             return
         self._is_overridden = True
-        scaled = [module for module, _ in self._by_length]
+        modules = [module for module, _ in self._by_length]
         for module in self._ropes:
-            place = scaled.index(module) if module in scaled else None
+            place = modules.index(module) if module in modules else None
             module.forward = partial(_rotary, module, self.values, place)
         try:
             yield

@@ -141,8 +141,8 @@ class LoopedLogProbs(torch.autograd.Function):
                 bias_grad = ctx.backend.loops.put_rows(bias_grad, start, tile.sum(0))
             return hidden_grad, weight_grad, bias_grad
 
-        def zeros(tensor: Tensor, needed: bool) -> Tensor | None:
-            return torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device) if needed else None
+        def zeros(tensor: Tensor, is_needed: bool) -> Tensor | None:
+            return torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device) if is_needed else None
 
         gradients = (zeros(hidden, True), zeros(weight, needs_weight), zeros(bias, needs_bias))
         constants = (hidden, weight, bias, targets, log_total, entropy, log_probs_grad, entropy_grad)
@@ -177,18 +177,18 @@ def _over_slices(
     carries the constants as well: each iteration would compute them anew.
     """
     size = min(vocabulary, max(_LEAST_SLICE, _TILE_ELEMENTS // tokens // _LEAST_SLICE * _LEAST_SLICE))
-    count, left = divmod(vocabulary, size)
+    count, rest = divmod(vocabulary, size)
     starts = torch.arange(0, count * size, size, device=constants[0].device)
 
-    def iteration(carried: tuple, entries: tuple) -> tuple:
-        constants, carry = carried
+    def iteration(loop_carry: tuple, entries: tuple) -> tuple:
+        constants, carry = loop_carry
         return (constants, body(entries[0], size, constants, carry)), ()
 
     # Autocast is off: `body` chooses the dtypes itself.
     with torch.no_grad(), torch.autocast(starts.device.type, enabled=False):
         (_, carry), _ = backend.loops.scan(iteration, (constants, carry), (starts,))
-        if left:
-            carry = body(torch.full((), count * size, device=starts.device), left, constants, carry)
+        if rest:
+            carry = body(torch.full((), count * size, device=starts.device), rest, constants, carry)
     return carry
 
 

@@ -169,11 +169,11 @@ class FrozenWeights:
         self._modules = {
             name: modules for name, modules in modules_by_name.items() if name_of_any_layer(name) not in too_precise
         }
-        shortened = {id(modules[0].weight) for modules in self._modules.values()}
+        short_ids = {id(modules[0].weight) for modules in self._modules.values()}
         self.names = {
             name
             for name, parameter in self._model.named_parameters(remove_duplicate=False)
-            if id(parameter) in shortened
+            if id(parameter) in short_ids
         }
         for modules in self._modules.values():
             for module in modules:
@@ -198,9 +198,9 @@ class FrozenWeights:
 
     def in_float32(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """Give a state dict on the host the float32 that it has without this. Tied weights stay one tensor."""
-        widened: dict[int, Tensor] = {}
+        copies: dict[int, Tensor] = {}
         for name in self.names & state_dict.keys():
             tensor = state_dict[name]
-            if id(tensor) not in widened:
-                widened[id(tensor)] = tensor.float()
-        return {name: widened.get(id(tensor), tensor) for name, tensor in state_dict.items()}
+            if id(tensor) not in copies:
+                copies[id(tensor)] = tensor.float()
+        return {name: copies.get(id(tensor), tensor) for name, tensor in state_dict.items()}

@@ -129,11 +129,11 @@ def find_patterns(length: int, differ: Callable[[int, int], str | None]) -> list
             first_of_kind.append(number)
         kinds.append(kind)
     candidates = [
-        [*_runs(kinds[:first], 0), repeated, *_runs(kinds[repeated.end :], repeated.end)]
+        [*_runs(kinds[:first], 0), pattern_of_period, *_runs(kinds[pattern_of_period.end :], pattern_of_period.end)]
         for period in range(1, length // 2 + 1)
         for first in range(length - 2 * period + 1)
         if (num_periods := _count_periods(kinds[first:], period)) > 1
-        and (repeated := Pattern(first, _lengths(kinds[first : first + period]), num_periods))
+        and (pattern_of_period := Pattern(first, _lengths(kinds[first : first + period]), num_periods))
     ]
     fewest = min(candidates, key=lambda patterns: sum(len(pattern.runs) for pattern in patterns), default=[])
     return [pattern for pattern in fewest if pattern.end > pattern.first + 1]
@@ -167,7 +167,7 @@ def why_no_loop(layers: Sequence[nn.Module], hook: Callable | None = None) -> st
                 *module._forward_pre_hooks.values(),
                 *module._backward_hooks.values(),
             ]
-            if any(registered != hook and registered.__module__ != _CAPTURES for registered in hooks):
+            if any(other != hook and other.__module__ != _CAPTURES for other in hooks):
                 return f"a hook is registered on {name or 'the whole'} of layer {index}"
             if any(buffer.dtype == torch.bool for buffer in module.buffers(recurse=False)):
                 # In a loop of torch_xla, they become int64.

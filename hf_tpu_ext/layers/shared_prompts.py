@@ -70,9 +70,9 @@ class SharedPrompts(NamedTuple):
         The hidden states that predict the tokens of completions: `(prompts, completions * completion, hidden_size)`, given those
         of all tokens of packed rows but the last. Each completion begins after the prompt.
         """
-        grouped = hidden[:, self.length - 1 :].unflatten(1, (self.completions, -1))
-        last_of_prompt = grouped[:, :1, :1].expand(-1, self.completions, -1, -1)
-        return torch.cat([last_of_prompt, grouped[:, :, 1:]], 2).flatten(1, 2)
+        by_completion = hidden[:, self.length - 1 :].unflatten(1, (self.completions, -1))
+        last_of_prompt = by_completion[:, :1, :1].expand(-1, self.completions, -1, -1)
+        return torch.cat([last_of_prompt, by_completion[:, :, 1:]], 2).flatten(1, 2)
 
 
 class _Unpack(torch.autograd.Function):

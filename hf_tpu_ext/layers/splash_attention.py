@@ -145,8 +145,8 @@ def splash_attention(
     query = query * (head_dim**-0.5 if scaling is None else scaling)
     tensors = tuple(pad(tensor.to(dtype), (0, width - head_dim)) for tensor in (query, key, value))
     documents = attention_mask.documents
-    trained = tensors if s_aux is None else (*tensors, s_aux)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in trained):
+    trained_tensors = tensors if s_aux is None else (*tensors, s_aux)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in trained_tensors):
         return _Splash.apply(backend, kernel, s_aux, *tensors, documents)[..., :head_dim], None
     without_sums = None if s_aux is not None else lambda: _call(backend, kernel, "infer", (*tensors, documents))
     output, *sums = keep_results(lambda: _call(backend, kernel, "forward", (*tensors, documents)), without_sums)

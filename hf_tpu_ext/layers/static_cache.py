@@ -38,19 +38,19 @@ class _Layer(CacheLayerMixin):
         # As attention multiplies them: rope makes float32 of keys.
         dtype = matmul_dtype(key_states)
         key_states, value_states = key_states.to(dtype), value_states.to(dtype)
-        of_row, merged = key_states.shape[:2], self._backend.kernels.platform == "cpu"
-        if merged:
+        of_row, is_merged = key_states.shape[:2], self._backend.kernels.platform == "cpu"
+        if is_merged:
             key_states, value_states = key_states.flatten(0, 1), value_states.flatten(0, 1)
         if self._index is not None:
             key_states, value_states = self._put(self.keys, key_states), self._put(self.values, value_states)
         self.keys, self.values = key_states, value_states
-        if not merged:
+        if not is_merged:
             return self.keys, self.values
         # Attention transposes keys. XLA makes that a part of the product where no reshape is between, and else copies all keys.
         return self.keys.mT.unflatten(0, of_row).mT, self.values.unflatten(0, of_row)
 
-    def _put(self, cached: Tensor, states: Tensor) -> Tensor:
-        return self._backend.loops.put_block(cached, states, (*[None] * (cached.ndim - 2), self._index, None))
+    def _put(self, cache: Tensor, states: Tensor) -> Tensor:
+        return self._backend.loops.put_block(cache, states, (*[None] * (cache.ndim - 2), self._index, None))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return (query_length if self._index is None else self._length), 0

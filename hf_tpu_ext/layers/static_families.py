@@ -192,9 +192,9 @@ def _qwen4_indexer(
     order = torch.where(visible, place, place + keys).sort(-1).values % keys
     order = order[..., : keys // size * size].unflatten(-1, (-1, size))
     row = torch.arange(batch, device=k.device)[:, None, None]
-    pooled = module.k_layernorm(k[row[..., None], order].float().mean(3).to(k.dtype))
+    pooled_keys = module.k_layernorm(k[row[..., None], order].float().mean(3).to(k.dtype))
     first = order[..., 0]
-    blocks = rotate(pooled.unsqueeze(3), cos=cos[row, first], sin=sin[row, first], unsqueeze_dim=3).squeeze(3)
+    blocks = rotate(pooled_keys.unsqueeze(3), cos=cos[row, first], sin=sin[row, first], unsqueeze_dim=3).squeeze(3)
     scores = (q.float() @ blocks.float().mT).relu().sum(2)
     number = visible.sum(-1, keepdim=True) // size
     is_whole = torch.arange(order.shape[2], device=k.device) < number

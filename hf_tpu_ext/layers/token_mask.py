@@ -86,7 +86,7 @@ def _parts(mask_function: Callable) -> tuple[Callable, ...]:
 
 def _window_of(mask_function: Callable) -> int | None:
     """The sliding window of a function as transformers makes it, which says so by what it is made of."""
-    parts, expected = _parts(mask_function), _parts(sliding_window_causal_mask_function(1))
-    if [part.__qualname__ for part in parts] != [part.__qualname__ for part in expected]:
+    parts, window_parts = _parts(mask_function), _parts(sliding_window_causal_mask_function(1))
+    if [part.__qualname__ for part in parts] != [part.__qualname__ for part in window_parts]:
         return None
     return getclosurevars(parts[0]).nonlocals["sliding_window"]

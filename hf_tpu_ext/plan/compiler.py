@@ -97,11 +97,11 @@ def _compile(program: TracedProgram, topology: Topology) -> CompiledProgram:
     return make(memory=result["memory"], arguments=dict(bytes_by_role), text=text)
 
 
-def _why_stopped(done: subprocess.CompletedProcess, topology: Topology) -> str:
-    if done.returncode == -signal.SIGKILL:
+def _why_stopped(process: subprocess.CompletedProcess, topology: Topology) -> str:
+    if process.returncode == -signal.SIGKILL:
         free = format_bytes(psutil.virtual_memory().available)
         return (
             f"The TPU compiler was killed, probably out of memory ({free} are free). Plan on a machine with more "
             "memory, compile one graph at a time (--jobs 1), or, where layers do not run as a loop, --attention slices"
         )
-    return f"The TPU compiler failed for {topology.name}:\n{done.stdout.strip()[-2000:]}"
+    return f"The TPU compiler failed for {topology.name}:\n{process.stdout.strip()[-2000:]}"

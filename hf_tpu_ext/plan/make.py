@@ -40,15 +40,15 @@ def make_plan(
     """
     price = read_prices(prices).get(topology.chip.name)
     missing = why_no_compiler()
-    planned = []
+    plans = []
     if missing is None:
         with tqdm(total=len(programs), desc=f"compiling for {topology.name}", unit="graph", disable=quiet) as bar:
-            for compiled in compile_programs(programs, topology, jobs):
+            for program in compile_programs(programs, topology, jobs):
                 if output_dir is not None:
-                    name = f"{compiled.kind.replace(' ', '_')}_{'x'.join(map(str, compiled.batch_shape))}.txt"
-                    (output_dir / name).write_text(compiled.text, encoding="utf-8")
-                cost = measure_cost(compiled.text) if compiled.error is None else None
-                planned.append(replace(compiled, text="", cost=cost, model_flops=_model_flops(run, compiled)))
+                    name = f"{program.kind.replace(' ', '_')}_{'x'.join(map(str, program.batch_shape))}.txt"
+                    (output_dir / name).write_text(program.text, encoding="utf-8")
+                cost = measure_cost(program.text) if program.error is None else None
+                plans.append(replace(program, text="", cost=cost, model_flops=_model_flops(run, program)))
                 bar.update()
     unknown = [] if missing is None else [missing]
     if price is None:
@@ -59,7 +59,7 @@ def make_plan(
         title=title,
         facts=_describe(run, programs, topology),
         topology=topology,
-        programs=planned,
+        programs=plans,
         versions={name: version(name) for name in ("torch_xla", "transformers", "trl")}
         | (required_versions() if missing is None else {}),
         gradient_accumulation_steps=run.gradient_accumulation_steps,

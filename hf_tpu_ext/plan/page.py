@@ -35,13 +35,13 @@ def _span(words: Iterable[str]) -> str:
     return " to ".join(dict.fromkeys(words))
 
 
-def _wrapped(text: str, first: str = "", rest: str = "") -> str:
+def _wrap(text: str, first: str = "", rest: str = "") -> str:
     words = " ".join(text.split())
     return textwrap.fill(words, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
 
 
-def _labelled(text: str, name: str = "") -> str:
-    return _wrapped(text, f"{name:<{_LABEL}}", " " * _LABEL)
+def _label(text: str, name: str = "") -> str:
+    return _wrap(text, f"{name:<{_LABEL}}", " " * _LABEL)
 
 
 def _bars(parts: dict[str, int], limit: int) -> Iterator[tuple[str, int, str]]:
@@ -78,13 +78,13 @@ _ENVIRONMENT.filters |= {
     "bars": _bars,
     "bytes": format_bytes,
     "dollars": "${:,.2f}".format,
-    "labelled": _labelled,
+    "labelled": _label,
     "number": format_count,
     "seconds": format_seconds,
     "shape": format_size,
     "span": _span,
     "table": _table,
     "things": count,
-    "wrapped": _wrapped,
+    "wrapped": _wrap,
 }
 _TEMPLATE = _ENVIRONMENT.from_string(Path(__file__).with_name("page.txt").read_text(encoding="utf-8"))

@@ -92,10 +92,10 @@ class CompiledProgram:
     @property
     def parts(self) -> dict[str, int]:
         """Bytes of a chip's memory by what holds them, of this program alone, in the order of the page."""
-        named = {role: self.arguments.get(role, 0) for role in (*RESIDENT, "batch")}
-        named |= {role: self.arguments[role] for role in OF_GENERATION if self.arguments.get(role)}
-        return named | {
-            "other arguments": self.memory["argument"] - sum(named.values()),
+        of_arguments = {role: self.arguments.get(role, 0) for role in (*RESIDENT, "batch")}
+        of_arguments |= {role: self.arguments[role] for role in OF_GENERATION if self.arguments.get(role)}
+        return of_arguments | {
+            "other arguments": self.memory["argument"] - sum(of_arguments.values()),
             "outputs": self.memory["output"] - self.memory["alias"],
             "activations and temporaries": self.memory["temp"],
             "generated code": self.memory["generated_code"],

@@ -111,7 +111,7 @@ class Plan:
     unknown: list[str] = field(default_factory=list)
 
     @property
-    def compiled(self) -> list[CompiledProgram]:
+    def compiled_programs(self) -> list[CompiledProgram]:
         """Programs that the compiler took."""
         return [program for program in self.programs if program.error is None]
 
@@ -120,7 +120,7 @@ class Plan:
         """Whether every program fits on the chips; `None` if it could not be told."""
         if any(program.out_of_memory for program in self.programs):
             return False
-        if not self.programs or len(self.compiled) < len(self.programs):
+        if not self.programs or len(self.compiled_programs) < len(self.programs):
             return None
         return self.peak_bytes <= self.topology.chip.memory_bytes
 
@@ -136,14 +136,14 @@ class Plan:
         chip although this program does not use it (the optimizer's state during a micro-step), and the code of all
         programs.
         """
-        resident = {role: max(other.parts[role] for other in self.compiled) for role in RESIDENT}
-        code = sum(other.parts["generated code"] for other in self.compiled)
+        resident = {role: max(other.parts[role] for other in self.compiled_programs) for role in RESIDENT}
+        code = sum(other.parts["generated code"] for other in self.compiled_programs)
         return program.parts | resident | {"generated code": code}
 
     @property
     def largest(self) -> CompiledProgram | None:
         """The compiled program during which a chip holds most."""
-        return max(self.compiled, key=lambda program: sum(self.parts(program).values()), default=None)
+        return max(self.compiled_programs, key=lambda program: sum(self.parts(program).values()), default=None)
 
     @property
     def peak_bytes(self) -> int | None:
@@ -252,16 +252,16 @@ class Plan:
     @property
     def unknowns(self) -> list[str]:
         """All that could not be found out."""
-        reasons = [reason for program in self.compiled for reason in program.cost.unknown]
+        reasons = [reason for program in self.compiled_programs for reason in program.cost.unknown]
         return list(dict.fromkeys([*self.unknown, *reasons]))
 
     def to_json(self) -> str:
         """All of it as JSON, with the derived figures under `"derived"`."""
-        derived = (
+        estimates = (
             "fits peak_bytes tokens_per_step tokens_per_second chip_hours_per_million_tokens mfu run_seconds run_dollars "
             "tokens_generated unknowns"
         )
-        values = {name: getattr(self, name) for name in derived.split()}
+        values = {name: getattr(self, name) for name in estimates.split()}
         for name, estimate in (("step", self.step), ("generation", self.generation)):
             values[name] = estimate and asdict(estimate) | {"seconds": estimate.seconds}
         values["parts"] = self.largest and self.parts(self.largest)

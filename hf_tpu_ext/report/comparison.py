@@ -21,15 +21,15 @@ def compare_runs(runs: Sequence[Run], prices: Mapping[str, Price]) -> Report:
             "learning rate": ("learning_rate",),
             "tokens per second": ("tokens_per_second",),
         }.items():
-            curves = {run.name: values for run in runs if (values := run.logged(names))}
+            curves = {run.name: values for run in runs if (values := run.values_of(names))}
             if curves:
                 section.figures.append(draw_curves(title.capitalize(), curves))
-        timed = {run.name: [(at / 60, loss) for at, loss in points(run.logs, "loss", "at")] for run in runs}
-        if all(timed.values()):
-            section.figures.insert(1, draw_curves("Loss over time", timed, over="minutes of training"))
-    results = _compared([headline(run, prices) for run in runs], all_rows=True)
-    recipe = _compared([run.begin["arguments"] for run in runs])
-    others = _compared(
+        by_minutes = {run.name: [(at / 60, loss) for at, loss in points(run.logs, "loss", "at")] for run in runs}
+        if all(by_minutes.values()):
+            section.figures.insert(1, draw_curves("Loss over time", by_minutes, over="minutes of training"))
+    results = _compare([headline(run, prices) for run in runs], all_rows=True)
+    recipe = _compare([run.begin["arguments"] for run in runs])
+    others = _compare(
         [
             {
                 "begun": begin_time(run.sessions[0]),
@@ -46,7 +46,7 @@ def compare_runs(runs: Sequence[Run], prices: Mapping[str, Price]) -> Report:
         all_rows=True,
     )
     columns = ["", *(run.name for run in runs)]
-    speed = Section("Time of a step", tables=[Table(columns, _compared([time_of_step(run) for run in runs], True))])
+    speed = Section("Time of a step", tables=[Table(columns, _compare([time_of_step(run) for run in runs], True))])
     if can_draw() and all(map(time_in_phases, runs)):
         speed.figures.append(draw_shares("Where the time went", {run.name: time_in_phases(run) for run in runs}))
     sections = [
@@ -76,7 +76,7 @@ def _samples(runs: Sequence[Run]) -> list[Section]:
     return [Section("Samples", tables=[Table(["prompt", *(run.name for run in runs)], rows)])] if rows else []
 
 
-def _compared(values: Sequence[Mapping[str, Any]], all_rows: bool = False) -> list[list[str]]:
+def _compare(values: Sequence[Mapping[str, Any]], all_rows: bool = False) -> list[list[str]]:
     """Rows of a table: names, and the value that each run has. By default only where they differ."""
     names = list(dict.fromkeys(name for of_run in values for name in of_run))
     rows = [[name, *(str(of_run.get(name, "")) for of_run in values)] for name in names]

@@ -43,12 +43,12 @@ def _draw(title: str, plot: Callable, height: float = 2.6) -> Figure:
 
     # Not pyplot, which keeps figures and chooses a backend for the whole process.
     with matplotlib.rc_context(fname=_STYLE):
-        drawn = figure.Figure(figsize=(6.4, height), layout="constrained")
-        axes = drawn.add_subplot()
+        canvas = figure.Figure(figsize=(6.4, height), layout="constrained")
+        axes = canvas.add_subplot()
         plot(axes)
         axes.set_title(title)
         file = io.StringIO()
-        drawn.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        canvas.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     svg = file.getvalue().replace("<svg ", f'<svg style="{_LIGHT_OR_DARK}" ', 1)
     return Figure(title, svg.replace(_INK, "currentColor"))
 
@@ -73,14 +73,14 @@ def draw_curves(
                 marker = "o" if len(points) <= _FEW_POINTS else None
                 x, y = zip(*points, strict=True)
                 axes.plot(x, y, line, color=colours[label], marker=marker, label=f"{label}{suffix}")
-        drawn = [points for part in parts.values() for points in part.values()]
-        ends = [points[-1][0] for points in drawn if points[-1][0] > 0]
+        curves = [points for part in parts.values() for points in part.values()]
+        ends = [points[-1][0] for points in curves if points[-1][0] > 0]
         if ends and max(ends) > _FAR_APART * min(ends):
             # Also an evaluation before the first step has a place.
             _by_logarithm(axes, "x", linthresh=1)
         else:
             axes.xaxis.set_major_formatter(lambda value, _: format_number(value))
-        values = [value for points in drawn for _, value in points]
+        values = [value for points in curves for _, value in points]
         if min(values) > 0 and max(values) > _FAR_APART * statistics.median(values):
             _by_logarithm(axes, "y")
         axes.set_xlabel(over)
@@ -110,7 +110,7 @@ def draw_shares(title: str, shares: Mapping[str, Mapping[str, float]]) -> Figure
         for part, colour in zip(parts, cycle(_COLOURS), strict=False):
             widths = [100 * of_run.get(part, 0.0) / sum(of_run.values()) for of_run in shares.values()]
             axes.barh(list(shares), widths, left=list(start.values()), color=colour, label=part, height=0.6)
-            start = {run: begun + width for (run, begun), width in zip(start.items(), widths, strict=True)}
+            start = {run: begin + width for (run, begin), width in zip(start.items(), widths, strict=True)}
         axes.invert_yaxis()
         axes.set_xlim(0, 100)
         axes.tick_params(axis="y", length=0)

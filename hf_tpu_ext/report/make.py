@@ -66,12 +66,12 @@ def make_report(
     runs = [read_run(directory) for directory in directories]
     price_by_chip = read_prices(prices)
     if len(runs) == 1:
-        planned = (
+        plan_section = (
             compare_if_planned(runs[0], directories[0])
             if plan is None
             else compare_with_plan(runs[0], read_plan(plan))
         )
-        report, name = describe_run(runs[0], price_by_chip, planned), "report"
+        report, name = describe_run(runs[0], price_by_chip, plan_section), "report"
         output_dir = directories[0] if output_dir is None else output_dir
     else:
         report, name = compare_runs(runs, price_by_chip), "comparison"
@@ -111,6 +111,6 @@ def in_card(output_dir: str | Path) -> str:
 def describe_ended_run(output_dir: str | Path) -> str:
     """Write the report of a run, and say where it is and, where there is a plan of the run, how they compare."""
     lines = [f"Report: {make_report([output_dir])}"]
-    if (planned := compare_if_planned(read_run(output_dir), output_dir)) is not None:
-        lines += describe_in_lines(planned)
+    if (plan_section := compare_if_planned(read_run(output_dir), output_dir)) is not None:
+        lines += describe_in_lines(plan_section)
     return "\n".join(lines)

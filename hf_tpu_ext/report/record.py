@@ -134,7 +134,7 @@ class Run:
         values = [value for _, value in points(self.logs[1:] or self.logs, key)]
         return statistics.median(values) if values else None
 
-    def logged(self, keys: Sequence[str]) -> list[tuple[float, float]]:
+    def values_of(self, keys: Sequence[str]) -> list[tuple[float, float]]:
         """[`points`] of what trainings or evaluations have logged under one of several names."""
         return [point for key in keys for point in points([*self.logs, *self.evaluations], key)]
 

@@ -50,7 +50,7 @@ def headline(run: Run, prices: Mapping[str, Price]) -> dict[str, str]:
     """The numbers to see first, by what they are. What is not known is left out."""
     numbers = {}
     for name, keys in RESULTS.items():
-        if values := [value for _, value in run.logged(keys)]:
+        if values := [value for _, value in run.values_of(keys)]:
             numbers[name] = " → ".join(f"{value:.3g}" for value in dict.fromkeys((values[0], values[-1])))
     numbers["steps"] = f"{run.steps:,} of {run.begin['max_steps']:,}"
     numbers["time"] = format_seconds(run.seconds)

@@ -66,12 +66,12 @@ class LocalGradients(StepGradients):
         for parameter, total in self._sums.items():
             gradient = local[parameter].grad
             if gradient is not None:
-                added = sharding.shard_to_full(gradient[None])
+                total_gradient = sharding.shard_to_full(gradient[None])
                 if total is not None:
-                    added = total + added
-                    total.copy_(torch.zeros_like(total) if sync_gradients else added)
+                    total_gradient = total + total_gradient
+                    total.copy_(torch.zeros_like(total) if sync_gradients else total_gradient)
                 if sync_gradients:
-                    parameter.grad = added.sum(0)
+                    parameter.grad = total_gradient.sum(0)
 
     def over_chips(self, value: torch.Tensor) -> torch.Tensor:
         """Sum a number over the chips, without its autograd history; outside of a micro-step it is the sum already."""

@@ -36,21 +36,21 @@ class WeightAverage:
     @torch.no_grad()
     def follow(self, parameters: Iterable[nn.Parameter]) -> None:
         """Follow these parameters and no others. An average that is not there yet begins as its weight."""
-        known = self.values
+        earlier = self.values
         # Not a copy, which on XLA shares the buffer of the weight, and steps give that to their programs.
         self.values = {
-            parameter: known[parameter]
-            if parameter in known
+            parameter: earlier[parameter]
+            if parameter in earlier
             else parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32)) * 1
             for parameter in parameters
         }
-        if self.values.keys().isdisjoint(known):
+        if self.values.keys().isdisjoint(earlier):
             self.updates = 0
 
     @torch.no_grad()
-    def split(self, stacked: nn.Parameter, parts: Iterable[nn.Parameter]) -> None:
+    def split(self, stacked_parameter: nn.Parameter, parts: Iterable[nn.Parameter]) -> None:
         """Follow the parts of a stacked parameter from now on, in its place."""
-        whole = self.values.pop(stacked)
+        whole = self.values.pop(stacked_parameter)
         self.values |= {part: value.clone() for part, value in zip(parts, whole.unbind(), strict=True)}
 
     def next_decay(self) -> float:
@@ -77,11 +77,11 @@ class WeightAverage:
 def in_place_of_weights(averages: Iterable[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
     """Within this context, parameters have the values that they come with, in their own dtype. Nothing may train them."""
     averages = list(averages)
-    kept = [parameter.data for parameter, _ in averages]
+    weights = [parameter.data for parameter, _ in averages]
     for parameter, average in averages:
         parameter.data = average.to(parameter.dtype)
     try:
         yield
     finally:
-        for (parameter, _), weight in zip(averages, kept, strict=True):
+        for (parameter, _), weight in zip(averages, weights, strict=True):
             parameter.data = weight

@@ -130,8 +130,8 @@ class Fingerprint:
         running = RunningCode()
         with running:
             yield
-        if running.found is not None:
-            self.code = f"{running.found}; step_replay=True if it does the same at every step"
+        if running.user_code is not None:
+            self.code = f"{running.user_code}; step_replay=True if it does the same at every step"
 
     # ---- Noting ----
 

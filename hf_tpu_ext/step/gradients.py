@@ -89,9 +89,9 @@ class AccumulatedGradients(StepGradients):
 
     def __init__(self, model: nn.Module, earlier: StepGradients | None = None, processes: Processes = ALONE):
         super().__init__(model, processes)
-        known = {} if earlier is None else earlier.of_parameters
+        earlier_sums = {} if earlier is None else earlier.of_parameters
         self.of_parameters = {
-            parameter: known[parameter] if parameter in known else torch.zeros_like(parameter)
+            parameter: earlier_sums[parameter] if parameter in earlier_sums else torch.zeros_like(parameter)
             for parameter in model.parameters()
             if parameter.requires_grad
         }
@@ -99,7 +99,7 @@ class AccumulatedGradients(StepGradients):
         # By the micro-steps of this optimizer step that ran in Python, and of the one before it.
         self._used: set[nn.Parameter] = set()
         self._used_before: set[nn.Parameter] = set()
-        self._shown: set[nn.Parameter] = set()
+        self._shown_parameters: set[nn.Parameter] = set()
 
     def are_of(self, model: nn.Module) -> bool:
         return self.of_parameters.keys() == {parameter for parameter in model.parameters() if parameter.requires_grad}
@@ -122,8 +122,8 @@ class AccumulatedGradients(StepGradients):
 
     def show(self) -> None:
         # A micro-step that was run by its handle has noted nothing.
-        self._shown, self.are_shown = self._used or self._used_before, True
-        for parameter in self._shown:
+        self._shown_parameters, self.are_shown = self._used or self._used_before, True
+        for parameter in self._shown_parameters:
             parameter.grad = self.of_parameters[parameter]
 
     @torch.no_grad()
@@ -133,7 +133,7 @@ class AccumulatedGradients(StepGradients):
                 # Frozen since: it is updated by what there is.
                 continue
             if parameter.grad is None:
-                if parameter in self._shown:
+                if parameter in self._shown_parameters:
                     total.zero_()
             elif parameter.grad is not total:
                 total.copy_(parameter.grad)

@@ -53,15 +53,15 @@ def save_from_host(backend: Backend) -> None:
 
     @wraps(save_pretrained)
     def save(self, *args, **kwargs) -> None:
-        given = signature(save_pretrained).bind(self, *args, **kwargs)
-        if given.arguments.get("state_dict") is None and _is_on(backend, self.parameters()):
-            given.arguments["state_dict"] = backend.fetch(dict(self.state_dict(keep_vars=True)))
+        arguments = signature(save_pretrained).bind(self, *args, **kwargs)
+        if arguments.arguments.get("state_dict") is None and _is_on(backend, self.parameters()):
+            arguments.arguments["state_dict"] = backend.fetch(dict(self.state_dict(keep_vars=True)))
         # transformers notes there what it saves, the dtype in other words. To what replays steps, that is another config.
-        kept = dict(vars(self.config))
+        config_before = dict(vars(self.config))
         try:
-            return save_pretrained(*given.args, **given.kwargs)
+            return save_pretrained(*arguments.args, **arguments.kwargs)
         finally:
-            vars(self.config).update(kept)
+            vars(self.config).update(config_before)
 
     @wraps(adapter_weights)
     def fetch_adapter_weights(*args, **kwargs) -> dict[str, torch.Tensor]:

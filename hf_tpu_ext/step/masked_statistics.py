@@ -26,14 +26,14 @@ def nanmax_of_all(values: Tensor, **_: Any) -> Tensor:
     return -nanmin_of_all(-values)
 
 
-def quantile_of_chosen(values: Tensor, chosen: Tensor, threshold: float) -> Tensor:
+def quantile_of_chosen(values: Tensor, is_chosen: Tensor, threshold: float) -> Tensor:
     """
     What `torch.quantile` gives of the elements that are chosen.
 
     Args:
         values (`torch.Tensor`):
             Elements.
-        chosen (`torch.Tensor`):
+        is_chosen (`torch.Tensor`):
             Which of them count, of the same shape.
         threshold (`float`):
             From 0 to 1.
@@ -41,8 +41,8 @@ def quantile_of_chosen(values: Tensor, chosen: Tensor, threshold: float) -> Tens
     Returns:
         `torch.Tensor` of shape `()`: The quantile; infinity where none is chosen.
     """
-    ordered = torch.where(chosen, values, torch.inf).flatten().sort().values
-    rank = threshold * (chosen.sum() - 1).clamp(min=0).to(values.dtype)
+    in_order = torch.where(is_chosen, values, torch.inf).flatten().sort().values
+    rank = threshold * (is_chosen.sum() - 1).clamp(min=0).to(values.dtype)
     below = rank.floor()
-    lower, upper = (ordered.gather(0, index.long()[None])[0] for index in (below, rank.ceil()))
+    lower, upper = (in_order.gather(0, index.long()[None])[0] for index in (below, rank.ceil()))
     return torch.lerp(lower, upper, rank - below)

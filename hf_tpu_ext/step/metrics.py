@@ -106,8 +106,8 @@ class LossLog:
         """Start anew."""
         self._sums.reset()
 
-    def read(self, fetched: dict[str, torch.Tensor]) -> LossWindow:
+    def read(self, host_sums: dict[str, torch.Tensor]) -> LossWindow:
         """Take `tensors`, as they were fetched to the CPU, and start anew."""
-        window = LossWindow(*(fetched[name].item() for name in ("loss", "steps", "nonfinite", "first_nonfinite")))
+        window = LossWindow(*(host_sums[name].item() for name in ("loss", "steps", "nonfinite", "first_nonfinite")))
         self._sums.reset()
         return window

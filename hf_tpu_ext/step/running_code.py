@@ -60,14 +60,14 @@ class RunningCode:
 
     def __init__(self):
         #: The first that was noted, as a clause, or `None`.
-        self.found: str | None = None
-        self._seen: set[int] = set()
+        self.user_code: str | None = None
+        self._code_ids: set[int] = set()
 
     def __enter__(self) -> "RunningCode":
         if sys.getprofile() is None:
             sys.setprofile(self._note)
         else:
-            self.found = "a profiler is active, and this package cannot see which code runs in a step"
+            self.user_code = "a profiler is active, and this package cannot see which code runs in a step"
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -76,13 +76,13 @@ class RunningCode:
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
         # Not code objects: their hash is of all that is in them.
-        if event != "call" or id(frame.f_code) in self._seen:
+        if event != "call" or id(frame.f_code) in self._code_ids:
             return
-        self._seen.add(id(frame.f_code))
-        if self.found is None and not is_of_library(_module_of(frame)) and not _is_aside(frame):
+        self._code_ids.add(id(frame.f_code))
+        if self.user_code is None and not is_of_library(_module_of(frame)) and not _is_aside(frame):
             code = frame.f_code
             place = f"{os.path.basename(code.co_filename)}, line {code.co_firstlineno}"
-            self.found = f"{code.co_qualname} ({place}) is user code"
+            self.user_code = f"{code.co_qualname} ({place}) is user code"
 
 
 def _module_of(frame: FrameType) -> str:

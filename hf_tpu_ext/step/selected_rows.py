@@ -36,10 +36,10 @@ class SelectedRows(Tensor):
             return _cross_entropy(*args, **kwargs)
         if func in (Tensor.view, Tensor.reshape) and args[1:] == (-1,) and args[0].ndim == 1:
             return args[0]
-        selected = [arg for arg in args if isinstance(arg, SelectedRows)]
-        assert selected, func
-        mask = selected[0].mask
-        if func not in _ELEMENTWISE or any(other.mask is not mask for other in selected):
+        selections = [arg for arg in args if isinstance(arg, SelectedRows)]
+        assert selections, func
+        mask = selections[0].mask
+        if func not in _ELEMENTWISE or any(other.mask is not mask for other in selections):
             raise NotImplementedError(
                 f"{func.__name__} of rows that a mask on the device has chosen: their number is not known on the host."
             )
@@ -47,14 +47,14 @@ class SelectedRows(Tensor):
         return _with_mask(result, mask)
 
 
-def _plain(selected: SelectedRows) -> tuple[Tensor, Tensor]:
-    return selected.of_all, selected.mask
+def _plain(selection: SelectedRows) -> tuple[Tensor, Tensor]:
+    return selection.of_all, selection.mask
 
 
 def _with_mask(values: Tensor, mask: Tensor) -> SelectedRows:
-    selected = Tensor._make_subclass(SelectedRows, _NOTHING)
-    selected.of_all, selected.mask = values, mask
-    return selected
+    selection = Tensor._make_subclass(SelectedRows, _NOTHING)
+    selection.of_all, selection.mask = values, mask
+    return selection
 
 
 def select(values: Tensor, mask: Tensor) -> SelectedRows:
@@ -94,8 +94,8 @@ def _cross_entropy(logits: SelectedRows, labels: SelectedRows, *, ignore_index: 
     """Upstream's loss of chosen tokens: those that are not chosen are ignored. A loss of each token keeps the mask."""
     assert logits.mask is labels.mask, "logits and labels are not chosen by the same mask"
     mask = labels.mask
-    ignored = torch.where(mask, labels.of_all, torch.full_like(labels.of_all, ignore_index)).flatten()
-    loss = nn.functional.cross_entropy(logits.of_all.flatten(0, -2), ignored, ignore_index=ignore_index, **kwargs)
+    targets = torch.where(mask, labels.of_all, torch.full_like(labels.of_all, ignore_index)).flatten()
+    loss = nn.functional.cross_entropy(logits.of_all.flatten(0, -2), targets, ignore_index=ignore_index, **kwargs)
     return loss if loss.ndim == 0 else _with_mask(loss.view(mask.shape), mask)
 
 

@@ -27,7 +27,7 @@ Dependencies = Mapping[str, Mapping[Hashable, Hashable]]
 
 def count_differences(before: Dependencies, after: Dependencies) -> int:
     """In how many entries the dependencies of a program differ from those of another."""
-    return sum(len(_changed(before[name], after[name])) for name in before)
+    return sum(len(_changed_keys(before[name], after[name])) for name in before)
 
 
 def compare_dependencies(before: Dependencies, after: Dependencies, source: str) -> Cause | None:
@@ -46,16 +46,18 @@ def cause_of(change: str) -> Cause:
     return Cause(change, "Each value is another graph: set it before training, or change it rarely.")
 
 
-def _changed(before: Mapping, after: Mapping) -> list[str]:
+def _changed_keys(before: Mapping, after: Mapping) -> list[str]:
     return [key for key in {**before, **after} if before.get(key) != after.get(key)]
 
 
 def _compare_batches(before: Mapping[str, Hashable], after: Mapping[str, Hashable], source: str) -> Cause | None:
-    changed = _changed(before, after)
-    if not changed:
+    changed_keys = _changed_keys(before, after)
+    if not changed_keys:
         return None
     # Values matter least: a program may not use them.
-    key = min(changed, key=lambda key: key in before and key in after and not isinstance(after[key], ShapeAndDtype))
+    key = min(
+        changed_keys, key=lambda key: key in before and key in after and not isinstance(after[key], ShapeAndDtype)
+    )
     if key not in before or key not in after:
         words = "was in the batch, and is missing" if key in before else "is in the batch, and was not"
         return Cause(f"`{key}` {words} ({source})", "Yield the same keys in every batch.")
@@ -73,10 +75,10 @@ def _compare_batches(before: Mapping[str, Hashable], after: Mapping[str, Hashabl
 
 
 def _compare_optimizers(before: Mapping[str, str], after: Mapping[str, str]) -> Cause | None:
-    changed = _changed(before, after)
-    if not changed:
+    changed_keys = _changed_keys(before, after)
+    if not changed_keys:
         return None
-    name, old, new = changed[0], before.get(changed[0]), after.get(changed[0])
+    name, old, new = changed_keys[0], before.get(changed_keys[0]), after.get(changed_keys[0])
     if name == "class":
         return Cause(f"the optimizer was {old}, is {new}", "Choose the optimizer before training.")
     if name == "state":

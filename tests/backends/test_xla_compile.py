@@ -407,7 +407,7 @@ def test_copies_have_buffers_of_their_own(xla, values):
     xla.programs.separate_copies([tensor])
     with xla.programs.real_copies() as copies:
         cloned, deep, filled = tensor.clone(), copy.deepcopy(tensor), torch.empty_like(tensor).copy_(tensor)
-        with copies.suspended():
+        with copies.suspend():
             shared = tensor.clone()
     assert torch_xla._XLAC._get_tensors_handle([shared]) == torch_xla._XLAC._get_tensors_handle([tensor])
     xla.flush()

@@ -199,7 +199,7 @@ def count_gathered():
     """Bytes of what is made whole for a read, each by itself, how many are kept, and how many of these at once."""
     held = {"largest": 0, "read": 0, "dropped": 0, "at_once": 0}
     kept = []
-    gathered, read_split = xla_hosts.gathered, xla_hosts.read_split
+    gathered, read_split = xla_hosts.gather, xla_hosts.read_split
 
     def count(tensor, mesh):
         held["largest"] = max(held["largest"], tensor.nbytes)
@@ -215,7 +215,7 @@ def count_gathered():
             yield tensor
 
     if read_split.__name__ == "read_split":
-        xla_hosts.gathered = count
+        xla_hosts.gather = count
         select_backend("xla")
         import hf_tpu_ext.backends.xla.backend as xla
 

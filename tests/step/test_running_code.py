@@ -54,8 +54,8 @@ def in_a_hook(x):
 def test_functions_of_anybody_but_libraries(run, name):
     with RunningCode() as running:
         run(torch.ones(2, 2))
-    assert running.found is None if name is None else running.found.startswith(name)
-    assert name is None or running.found.endswith(" is user code")
+    assert running.user_code is None if name is None else running.user_code.startswith(name)
+    assert name is None or running.user_code.endswith(" is user code")
     assert sys.getprofile() is None
 
 
@@ -69,7 +69,7 @@ def test_imports_and_logs_are_no_part_of_a_step(tmp_path, monkeypatch):
         importlib.import_module("imported_in_a_step")
         logger.error("said")
     logger.removeHandler(handler)
-    assert running.found is None
+    assert running.user_code is None
 
 
 def test_beside_a_profiler_nothing_can_be_said():
@@ -83,4 +83,4 @@ def test_beside_a_profiler_nothing_can_be_said():
         assert sys.getprofile() is profiler
     finally:
         sys.setprofile(None)
-    assert "a profiler is active" in running.found
+    assert "a profiler is active" in running.user_code

@@ -120,7 +120,7 @@ def test_frequencies_are_those_of_the_longest_row(runs, make, xla):
         rows, held = rows_of(LENGTHS), rows_of([5, 30, 6, 6])
         trainer = cls(seeded(make), args, collator, train_dataset=rows, eval_dataset=held)
         if not is_stock:
-            assert trainer.by_length.scaled == (make.__name__, UNSCALED)
+            assert trainer.by_length.rope_scaling == (make.__name__, UNSCALED)
         trainer.train()
         return trainer, losses(trainer), trainer.evaluate()["eval_loss"]
 
@@ -233,7 +233,7 @@ def test_text_that_a_model_writes_has_no_known_length(runs):
     make(16, rope_type="yarn")
     trainer = make(4)
     trainer.train()
-    assert trainer.by_length.scaled is None
+    assert trainer.by_length.rope_scaling is None
 
 
 def test_types_that_depend_on_the_length_are_known():

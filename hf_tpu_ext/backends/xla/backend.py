@@ -28,7 +28,7 @@ from .kernels import XLAKernels
 from .loops import XLALoops
 from .operators import register_operators
 from .programs import XLAPrograms
-from .sharding import ConstrainRows, XLAManualSharding, gathered, is_split, sharding_by_rows
+from .sharding import ConstrainRows, XLAManualSharding, gather, is_split, sharding_by_rows
 from .tensors import pickle_from_host
 
 
@@ -133,11 +133,11 @@ class XLABackend(XLACompileCache):
             )
         if num_chips is not None and not 1 <= num_chips <= self._host_chips:
             has = "1 chip" if self._host_chips == 1 else f"{self._host_chips} chips"
-            allowed = "1" if self._host_chips == 1 else f"1...{self._host_chips}"
+            choices = "1" if self._host_chips == 1 else f"1...{self._host_chips}"
             on_host = self._pjrt_device == "CPU" and num_chips > self._host_chips
             more = f", or CPU_NUM_DEVICES={num_chips} for as many on the host" if on_host else ""
             raise UserError(
-                f"{setting}={num_chips}, but this machine has {has}. Set {setting} to {allowed}, or leave "
+                f"{setting}={num_chips}, but this machine has {has}. Set {setting} to {choices}, or leave "
                 f"it out to use all{more}."
             )
         if runtime_started():
@@ -183,7 +183,7 @@ class XLABackend(XLACompileCache):
     def gather(self, weight: torch.Tensor) -> torch.Tensor:
         if self._mesh is None or self._mesh.shape()["fsdp"] == 1 or weight.ndim < 2:
             return weight
-        return gathered(weight, self._mesh)
+        return gather(weight, self._mesh)
 
     # ---- Steps ----
 
@@ -245,8 +245,8 @@ class XLABackend(XLACompileCache):
         if on_finished is not None:
             on_finished()
         with self.insight.own_reads():
-            fetched = dict(zip(unique, self._to_host(tensors), strict=True))
-        return map_tensors(lambda tensor: fetched.get(id(tensor), tensor), data)
+            host_tensors = dict(zip(unique, self._to_host(tensors), strict=True))
+        return map_tensors(lambda tensor: host_tensors.get(id(tensor), tensor), data)
 
     def stream(self, data: Any) -> Any:
         self.wait()

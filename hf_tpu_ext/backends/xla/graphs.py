@@ -93,7 +93,7 @@ class PendingGraph:
         self._none_at = _count_tensors_made() if none and self._is_counted else None
 
     @contextmanager
-    def unchanged(self) -> Iterator[None]:
+    def trace_nothing(self) -> Iterator[None]:
         """Context that makes tensors, and traces nothing."""
         none = self._none_at == _count_tensors_made()
         yield
@@ -106,7 +106,7 @@ class PendingGraph:
 
     def send(self, tensors: list[torch.Tensor], device: torch.device, shardings: list | None) -> list[torch.Tensor]:
         """Send tensors of the host, which traces nothing."""
-        with self.unchanged():
+        with self.trace_nothing():
             device_tensors = _XLAC._xla_tensors_from_aten(tensors, [str(device)] * len(tensors), shardings)
         if self._trace is not None and (trace := self._trace()) is not None:
             trace.note_sent(device_tensors)
@@ -196,7 +196,7 @@ def compile_graph(results: Sequence[torch.Tensor]) -> None:
 
 def run_graph(handle: bytes, arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Run a compiled graph, without waiting for it."""
-    with pending.unchanged():
+    with pending.trace_nothing():
         return _XLAC._run_cached_graph(handle, arguments)
 
 

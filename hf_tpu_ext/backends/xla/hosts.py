@@ -14,7 +14,7 @@ from torch_xla._internal import tpu
 from ...errors import UserError
 from ..processes import ALONE, Processes
 from ..slice_hosts import SliceHosts, read_address, read_seconds
-from .sharding import gathered, is_split
+from .sharding import gather, is_split
 
 
 _XLAC = torch_xla._XLAC
@@ -66,7 +66,7 @@ def read_split(tensors: Iterable[torch.Tensor], mesh: xs.Mesh, sync, keep: bool 
     """
     for tensor in tensors:
         assert is_split(tensor)
-        whole = gathered(tensor, mesh)
+        whole = gather(tensor, mesh)
         sync(wait=True)
         xm.wait_device_ops()
         if keep:

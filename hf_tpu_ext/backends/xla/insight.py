@@ -118,9 +118,9 @@ class XLAInsight(Insight):
         # A listing has the lines that were recorded only while this is on.
         notes_lines = _XLAC._get_ir_debug()
         _XLAC._set_ir_debug(True)
-        listed = _XLAC._get_xla_tensors_hlo(roots)
+        text = _XLAC._get_xla_tensors_hlo(roots)
         _XLAC._set_ir_debug(notes_lines)
-        return partial(_read_operations, listed)
+        return partial(_read_operations, text)
 
     def operators_on_host(self) -> dict[str, int]:
         names = (name for name in met.counter_names() if name.startswith("aten::") and name != _READS_A_NUMBER)
@@ -150,8 +150,8 @@ class XLAInsight(Insight):
         return traffic[0] > before[0] or (result is not None and not on_device)
 
 
-def _read_operations(listed: str) -> list[Operation]:
-    matches = filter(None, map(_OPERATION.match, listed.splitlines()))
+def _read_operations(text: str) -> list[Operation]:
+    matches = filter(None, map(_OPERATION.match, text.splitlines()))
     return [_operation(match) for match in sorted(matches, key=lambda match: int(match["number"] or 0))]
 
 

@@ -32,8 +32,8 @@ class _Op(xb.Op):
 
     @classmethod
     def mkwhile(cls, operands: list[xb.Op], condition: Callable, body: Callable, **kwargs) -> xb.Op:
-        def goes_on(iteration: xb.Op, done: xb.Op, *others: xb.Op) -> xb.Op:
-            return condition(iteration, done, *others) & done.__not__()
+        def goes_on(iteration: xb.Op, is_done: xb.Op, *others: xb.Op) -> xb.Op:
+            return condition(iteration, is_done, *others) & is_done.__not__()
 
         ends_early, cls.ends_early = cls.ends_early, False
         return super().mkwhile(operands, goes_on if ends_early else condition, body, **kwargs)

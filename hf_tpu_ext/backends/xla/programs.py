@@ -10,7 +10,7 @@ from ..base import Backend
 from ..compiled_function import Programs
 from . import graphs
 from .compile import Executable, Trace, Traced, XLACompiledFunction
-from .tensors import XLARealCopies, computed, give_own_buffers, live_tensors, memory_shared
+from .tensors import XLARealCopies, give_own_buffers, live_tensors, memory_shared, select_computed
 
 
 class XLAPrograms(Programs):
@@ -59,9 +59,9 @@ class XLAPrograms(Programs):
         # To torch_xla a copy is the same value, so it shares the buffer of what it was made of, until one of them is changed
         # by a program that knows both. On several chips, a buffer that is still to be filled has no handle to ask for.
         self._backend.wait()
-        state = list({memory_shared(tensor): tensor for tensor in computed(state)}.values())
+        state = list({memory_shared(tensor): tensor for tensor in select_computed(state)}.values())
         own_memory = {memory_shared(tensor) for tensor in state}
-        others = [tensor for tensor in computed(live_tensors()) if memory_shared(tensor) not in own_memory]
+        others = [tensor for tensor in select_computed(live_tensors()) if memory_shared(tensor) not in own_memory]
         buffers = torch_xla._XLAC._get_tensors_handle(state)
         # What is equal is sent once: two tensors of the state may have one buffer, as the scales of two embeddings.
         first = {buffer: place for place, buffer in reversed(list(enumerate(buffers)))}

@@ -26,16 +26,16 @@ def sharding_by_rows(mesh: xs.Mesh, tensor: torch.Tensor, by_rows: bool):
     return xs.ShardingSpec(mesh, rows_spec(mesh, tensor.ndim, by_rows)).xla_spec(tensor)
 
 
-def _annotated(tensor: torch.Tensor, mesh: xs.Mesh, spec: tuple) -> torch.Tensor:
+def _annotate(tensor: torch.Tensor, mesh: xs.Mesh, spec: tuple) -> torch.Tensor:
     """A copy of a tensor whose place in the program is fixed. The tensor's own place is left alone."""
     copy = tensor.clone()
     _XLAC._xla_annotate_custom_sharding(copy, mesh.get_op_sharding(spec))
     return copy
 
 
-def gathered(tensor: torch.Tensor, mesh: xs.Mesh) -> torch.Tensor:
+def gather(tensor: torch.Tensor, mesh: xs.Mesh) -> torch.Tensor:
     """A copy that is whole on every chip."""
-    return _annotated(tensor, mesh, (None,) * tensor.ndim)
+    return _annotate(tensor, mesh, (None,) * tensor.ndim)
 
 
 class ConstrainRows(torch.autograd.Function):
@@ -44,11 +44,11 @@ class ConstrainRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor: torch.Tensor, mesh: xs.Mesh) -> torch.Tensor:
         ctx.mesh = mesh
-        return _annotated(tensor, mesh, rows_spec(mesh, tensor.ndim))
+        return _annotate(tensor, mesh, rows_spec(mesh, tensor.ndim))
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _annotated(gradient, ctx.mesh, rows_spec(ctx.mesh, gradient.ndim)), None
+        return _annotate(gradient, ctx.mesh, rows_spec(ctx.mesh, gradient.ndim)), None
 
 
 class XLAManualSharding(ManualSharding):
@@ -60,7 +60,7 @@ class XLAManualSharding(ManualSharding):
 
     def full_to_shard(self, tensor: torch.Tensor, by_rows: bool = False) -> torch.Tensor:
         spec = rows_spec(self._mesh, max(1, tensor.ndim), by_rows)
-        full = _annotated(tensor.detach().reshape(tensor.shape or (1,)), self._mesh, spec)
+        full = _annotate(tensor.detach().reshape(tensor.shape or (1,)), self._mesh, spec)
         return _XLAC._spmd_full_to_shard_shape(full).reshape(
             (tensor.shape[0] // self._chips, *tensor.shape[1:]) if by_rows else tensor.shape
         )

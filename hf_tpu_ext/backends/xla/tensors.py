@@ -33,7 +33,7 @@ def _on_device(tensors: Sequence[Any]) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.is_xla]
 
 
-def computed(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def select_computed(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Those whose values are in a buffer, and not still to be computed."""
     tensors = list(tensors)
     return list(compress(tensors, [not pending for pending in _XLAC._check_tensor_need_materialization(tensors)]))
@@ -84,12 +84,12 @@ class XLARealCopies(TorchFunctionMode, RealCopies):
             if sources:
                 source_memory = set(map(memory_shared, sources))
                 give_own_buffers(
-                    [tensor for tensor in computed(results) if memory_shared(tensor) not in source_memory]
+                    [tensor for tensor in select_computed(results) if memory_shared(tensor) not in source_memory]
                 )
         return result
 
     @contextmanager
-    def suspended(self) -> Iterator[None]:
+    def suspend(self) -> Iterator[None]:
         if self._is_suspended:
             yield
             return
@@ -106,7 +106,7 @@ class XLARealCopies(TorchFunctionMode, RealCopies):
 
 
 def _real_copy(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type == "xla" and computed([tensor]):
+    if tensor.device.type == "xla" and select_computed([tensor]):
         tensor = tensor.detach().clone()
         give_own_buffers([tensor])
     return tensor

@@ -72,7 +72,7 @@ def read_quantization(directory: str | Path) -> dict[str, Any] | None:
     try:
         return json.loads(path.read_text(encoding="utf-8")).get("quantization")
     except (AttributeError, ValueError) as error:
-        raise _damaged(path) from error
+        raise _damage_error(path) from error
 
 
 def find_differences(
@@ -97,11 +97,11 @@ def find_differences(
         }
         differing = [name for name, entry in entries.items() if _hash(weights[name], entry["dtype"]) != entry["hash"]]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise _damaged(path) from error
+        raise _damage_error(path) from error
     return (len(entries), differing) if entries else None
 
 
-def _damaged(path: Path) -> UserError:
+def _damage_error(path: Path) -> UserError:
     return UserError(
         f"{path} is damaged. Take another checkpoint, or remove the file to go without it: rm {shlex.quote(str(path))}"
     )

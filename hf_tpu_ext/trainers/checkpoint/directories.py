@@ -52,7 +52,7 @@ def remove_leftovers(run_dir: str | Path) -> None:
             remove_temporary(path, path.with_name(path.name.removeprefix(_TEMPORARY)))
 
 
-def set_aside(run_dir: str | Path, resumed: str | None, writes_record: bool = True) -> None:
+def set_aside(run_dir: str | Path, resumed_from: str | None, writes_record: bool = True) -> None:
     """
     Move what a run does not go on from out of its way, with a line that says so: all checkpoints that are in its
     directory if it begins anew, those after the one that it resumes, and what has the name of a checkpoint that it may
@@ -67,25 +67,25 @@ def set_aside(run_dir: str | Path, resumed: str | None, writes_record: bool = Tr
     # Whatever has such a name would be replaced: a file or a broken link, too.
     directories = {int(path.name.rpartition("-")[2]): path for path in _named_as_checkpoints(run_dir)}
     last = -1
-    if resumed is not None:
+    if resumed_from is not None:
         # Through links: a checkpoint may be on another disk.
-        last = next((step for step, path in directories.items() if path.exists() and path.samefile(resumed)), -1)
+        last = next((step for step, path in directories.items() if path.exists() and path.samefile(resumed_from)), -1)
     others = [path for step, path in sorted(directories.items()) if step > last]
     names = [path.name for path in others]
     record = [run_dir / name for name in RUN_FILES if (run_dir / name).exists()]
-    is_foreign = last < 0 and (bool(others) or resumed is not None)
+    is_foreign = last < 0 and (bool(others) or resumed_from is not None)
     moved_record = record if is_foreign or (writes_record and not is_record(run_dir / RECORD_NAME)) else []
     if not others and not moved_record:
         return
     aside = next_aside(run_dir)
-    listed = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]}"
-    begins = "begins anew" if resumed is None else f"goes on from {resumed}"
+    text = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]}"
+    begins = "begins anew" if resumed_from is None else f"goes on from {resumed_from}"
     if not others:
         what = f"{run_dir} holds {', '.join(path.name for path in moved_record)}, not of this run, which {begins}"
     elif last < 0:
-        what = f"{run_dir} holds checkpoints of another run ({listed}), and this one {begins}"
+        what = f"{run_dir} holds checkpoints of another run ({text}), and this one {begins}"
     else:
-        what = f"This run goes on from {resumed}, before {listed}"
+        what = f"This run goes on from {resumed_from}, before {text}"
     go_on = ""
     if others:
         go_on = f" To go on with one of them, stop this run and set resume_from_checkpoint={str(aside / names[-1])!r}."

@@ -20,5 +20,5 @@ def saves_other_weights(model: nn.Module) -> bool:
 
 def load_other_weights(model: PreTrainedModel, checkpoint: str) -> None:
     """Load a checkpoint of a model that [`saves_other_weights`], as `from_pretrained` does. float32 holds what any file has."""
-    saved = type(model).from_pretrained(checkpoint, dtype=torch.float32)
-    model.load_state_dict(saved.state_dict())
+    other = type(model).from_pretrained(checkpoint, dtype=torch.float32)
+    model.load_state_dict(other.state_dict())

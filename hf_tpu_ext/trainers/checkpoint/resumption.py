@@ -246,7 +246,7 @@ class ResumptionMixin:
                 metrics = self._evaluate(None, None)
         except EvaluationCut:
             self.drop_metrics("eval")
-            raise self._preempted(self._resumed_from) from None
+            raise self._preemption_error(self._resumed_from) from None
         self._evaluation_due, self._made_up_at = False, self.state.global_step
         if self._determine_best_metric(metrics, None):
             self.state.best_model_checkpoint = self._resumed_from

@@ -46,7 +46,7 @@ def only_run_in(output_dir: str | Path, processes: Processes) -> Iterator[None]:
             try:
                 fix = "Set output_dir to another directory, or wait until that run has ended."
                 what = f"Another run writes to output_dir={str(output_dir)!r}"
-                stack.enter_context(locked(Path(output_dir, LOCK_NAME), what, fix))
+                stack.enter_context(lock(Path(output_dir, LOCK_NAME), what, fix))
             except ValueError as error:
                 in_use = error
         processes.exchange("the look for another run in output_dir", error=in_use)
@@ -54,7 +54,7 @@ def only_run_in(output_dir: str | Path, processes: Processes) -> Iterator[None]:
 
 
 @contextmanager
-def locked(path: Path, what: str | None = None, fix: str = "") -> Iterator[None]:
+def lock(path: Path, what: str | None = None, fix: str = "") -> Iterator[None]:
     """
     Context of the one process that holds the lock of a file, which exists for that only.
 

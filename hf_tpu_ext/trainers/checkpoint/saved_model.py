@@ -16,7 +16,7 @@ from ...quantization.trained_for import QUANTIZATION_FILE
 from .average_file import EMA_FILE, is_average
 from .base_record import BASE_FILE
 from .directories import next_aside
-from .run_lock import locked
+from .run_lock import lock
 
 
 logger = logging.get_logger(__name__)
@@ -38,7 +38,7 @@ def whole_model(directory: Path) -> Iterator[Path]:
     it is not reached, what is there stays as it is. Another process that saves to `directory` now is waited for.
     """
     partial = directory / _TEMPORARY
-    with locked(directory / f"{_TEMPORARY}.lock"):
+    with lock(directory / f"{_TEMPORARY}.lock"):
         if partial.exists():
             # Left behind by a process that was killed.
             shutil.rmtree(partial)

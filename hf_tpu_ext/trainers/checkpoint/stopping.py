@@ -79,12 +79,12 @@ class StoppingMixin:
             super()._finalize_training(trial, num_train_samples, start_time)
         if samples is not None:
             self.add_callback(samples)
-        raise self._preempted(self._checkpoint(trial))
+        raise self._preemption_error(self._checkpoint(trial))
 
-    def _preempted(self, checkpoint: str) -> TrainingPreempted:
+    def _preemption_error(self, checkpoint: str) -> TrainingPreempted:
         # As soon as one process ends, its launcher ends the others, of which the first still writes.
         self.accelerator.wait_for_everyone()
-        stopped = TrainingPreempted(self.preemption.reason, checkpoint, self.state.global_step)
+        stop = TrainingPreempted(self.preemption.reason, checkpoint, self.state.global_step)
         if self.is_world_process_zero():
-            tqdm.write(str(stopped))
-        return stopped
+            tqdm.write(str(stop))
+        return stop

@@ -57,19 +57,19 @@ def _damage_by_manifest(checkpoint: Path) -> str | None:
     manifest = checkpoint / MANIFEST_NAME
     try:
         files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
-        expected = {name: (checkpoint / name, entry["size"], entry["sha256"]) for name, entry in files.items()}
+        expected_files = {name: (checkpoint / name, entry["size"], entry["sha256"]) for name, entry in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST_NAME} is damaged"
-    missing = {name for name, (path, _, _) in expected.items() if not path.is_file()}
+    missing = {name for name, (path, _, _) in expected_files.items() if not path.is_file()}
     if missing:
-        if not _weights_are_in_other_files(checkpoint, missing, set(expected)):
+        if not _weights_are_in_other_files(checkpoint, missing, set(expected_files)):
             return f"{min(missing)} is missing"
         logger.warning(f"{checkpoint}: the weights are in other files than the run wrote, and are taken as they are.")
-        expected = {name: entry for name, entry in expected.items() if name not in missing}
-    for name, (path, size, _) in expected.items():
+        expected_files = {name: entry for name, entry in expected_files.items() if name not in missing}
+    for name, (path, size, _) in expected_files.items():
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes instead of {size}"
-    for name, (path, _, digest) in expected.items():
+    for name, (path, _, digest) in expected_files.items():
         with open(path, "rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                 return f"{name} does not match its SHA-256"
@@ -83,14 +83,16 @@ def _weights_are_in_other_files(checkpoint: Path, missing: set[str], in_manifest
     """
     if any(Path(name).suffix != ".safetensors" and name != SAFE_WEIGHTS_INDEX_NAME for name in missing):
         return False
-    index, added = checkpoint / SAFE_WEIGHTS_INDEX_NAME, [checkpoint / SAFE_WEIGHTS_NAME]
-    if not added[0].is_file() and index.is_file():
+    index, other_files = checkpoint / SAFE_WEIGHTS_INDEX_NAME, [checkpoint / SAFE_WEIGHTS_NAME]
+    if not other_files[0].is_file() and index.is_file():
         try:
             shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
         except (ValueError, KeyError, AttributeError):
             return False
-        added = [index, *(checkpoint / name for name in set(shards))]
-    return all(path.is_file() and path.name not in in_manifest and _damage_by_format(path) is None for path in added)
+        other_files = [index, *(checkpoint / name for name in set(shards))]
+    return all(
+        path.is_file() and path.name not in in_manifest and _damage_by_format(path) is None for path in other_files
+    )
 
 
 def _damage_by_format(path: Path) -> str | None:

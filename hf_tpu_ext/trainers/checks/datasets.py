@@ -18,10 +18,10 @@ _NEEDED = "'messages', 'prompt' and 'completion', 'conversations', 'input_ids'"
 def named_datasets(train_dataset, eval_dataset) -> dict[str, Any]:
     """A trainer's datasets, by what to call them in a message: `"train_dataset"`, `"eval_dataset['short']"`."""
     if isinstance(eval_dataset, dict):
-        named = {f"eval_dataset[{key!r}]": dataset for key, dataset in eval_dataset.items()}
+        eval_datasets = {f"eval_dataset[{key!r}]": dataset for key, dataset in eval_dataset.items()}
     else:
-        named = {"eval_dataset": eval_dataset}
-    return {"train_dataset": train_dataset, **named}
+        eval_datasets = {"eval_dataset": eval_dataset}
+    return {"train_dataset": train_dataset, **eval_datasets}
 
 
 def has_images(dataset) -> bool:
@@ -77,7 +77,7 @@ def check_dataset(dataset, name: str, args: SFTConfig, has_formatting_func: bool
 
 def _check_no_nulls(dataset: datasets.Dataset, columns: set[str], name: str, text_field: str) -> None:
     """Check that no row lacks what is trained on (`ValueError`), in the columns that upstream takes first."""
-    taken = next(
+    own_columns = next(
         (
             kind
             for kind in (("input_ids",), ("prompt", "completion"), ("messages",), ("conversations",))
@@ -85,7 +85,7 @@ def _check_no_nulls(dataset: datasets.Dataset, columns: set[str], name: str, tex
         ),
         (text_field,),
     )
-    for column in (*taken, *({"labels"} & columns)):
+    for column in (*own_columns, *({"labels"} & columns)):
         # Of the whole table, without a look at its values: a selection of its rows may be without.
         if not _nulls(dataset.data.column(column)):
             continue

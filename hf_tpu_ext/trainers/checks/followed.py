@@ -68,26 +68,26 @@ class FollowedArguments:
         Raises:
             `ValueError`: A new value is refused. The message says what to set instead.
         """
-        changed, own = (
+        changes, own = (
             {name: value for name, value in _values(args).items() if name in earlier and earlier[name] != value}
             for args, earlier in zip((self._callers, self._own), self._snapshots, strict=True)
         )
         lines: list[str] = []
-        if changed:
-            adapted = self._adapt(self._callers)
-            lines = [line for line in adapted.changes if line not in self._lines]
-            for name in filter(self._follows, changed):
-                setattr(self._own, name, vars(adapted.args)[name])
-            if "gradient_accumulation_steps" in changed:
-                self._recipe_rows[1] = changed["gradient_accumulation_steps"]
+        if changes:
+            arguments = self._adapt(self._callers)
+            lines = [line for line in arguments.changes if line not in self._lines]
+            for name in filter(self._follows, changes):
+                setattr(self._own, name, vars(arguments.args)[name])
+            if "gradient_accumulation_steps" in changes:
+                self._recipe_rows[1] = changes["gradient_accumulation_steps"]
         self._snapshots = _values(self._callers), _values(self._own)
         self._lines.update(lines)
         for line in lines:
             logger.warning(f"{line}.")
-        named_in_lines = {line.partition(" ")[0].partition("=")[0] for line in lines} | _OF_A_CHECKPOINT - set(changed)
+        named_in_lines = {line.partition(" ")[0].partition("=")[0] for line in lines} | _OF_A_CHECKPOINT - set(changes)
         late = [
             f"{name}={value!r}"
-            for name, value in (own | changed).items()
+            for name, value in (own | changes).items()
             if name not in named_in_lines and not self._follows(name)
         ]
         if late:

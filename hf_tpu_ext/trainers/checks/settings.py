@@ -40,10 +40,10 @@ def check_processes(args: TrainingArguments) -> None:
     Refuse (`ValueError`) processes of a launcher that accelerate does not let train together: each would train the whole
     recipe by itself, and write the same files.
     """
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    if started > 1 and "LOCAL_RANK" in os.environ and args.world_size == 1:
+    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_processes > 1 and "LOCAL_RANK" in os.environ and args.world_size == 1:
         raise UserError(
-            f"A launcher has started {started} processes, but without a GPU accelerate has each train by itself. Set "
+            f"A launcher has started {num_processes} processes, but without a GPU accelerate has each train by itself. Set "
             "use_cpu=True for processes on the CPU to train together, or start the script by python."
         )
 
@@ -56,12 +56,14 @@ def check_architecture(args: TrainingArguments, trainer_kwargs: Mapping[str, Any
     if isinstance(args, RewardConfig):
         return
     settings = vars(args)
-    trusted = (settings.get("model_init_kwargs") or {}).get("trust_remote_code", settings.get("trust_remote_code"))
+    trust_remote_code = (settings.get("model_init_kwargs") or {}).get(
+        "trust_remote_code", settings.get("trust_remote_code")
+    )
     for name in ("model", "teacher_model"):
         model = trainer_kwargs.get(name)
         if not isinstance(model, str):
             continue
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trusted)
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
         if not config.architectures:
             example = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, "LlamaForCausalLM")
             raise UserError(

@@ -73,8 +73,8 @@ def signature_of(cls: type[Trainer]) -> inspect.Signature:
             break
         if inspect.Parameter.VAR_POSITIONAL not in kinds:
             place = by_name
-    named = (each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in by_name.values())
-    return inspect.Signature([*by_position.values(), *named])
+    keyword_only = (each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in by_name.values())
+    return inspect.Signature([*by_position.values(), *keyword_only])
 
 
 def _behind(cls: type[Trainer]) -> Sequence[type]:
@@ -177,8 +177,8 @@ def upstream_names(cls: type[Trainer], **replacements: Any) -> Iterator[None]:
         owner for owner in upstream.__mro__ if owner is upstream or _is_upstreams(owner) and owner is not Trainer
     ]
     places = [vars(sys.modules[module]) for module in dict.fromkeys(owner.__module__ for owner in owners)]
-    replaced = [{name: names[name] for name in replacements if name in names} for names in places]
-    for names, functions in zip(places, replaced, strict=True):
+    originals = [{name: names[name] for name in replacements if name in names} for names in places]
+    for names, functions in zip(places, originals, strict=True):
         for name, function in functions.items():
             replacement = replacements[name]
             bind = _bind_once if isinstance(replacement, FunctionType) else _bind
@@ -186,7 +186,7 @@ def upstream_names(cls: type[Trainer], **replacements: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        for names, functions in zip(places, replaced, strict=True):
+        for names, functions in zip(places, originals, strict=True):
             names.update(functions)
 
 

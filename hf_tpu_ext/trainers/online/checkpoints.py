@@ -77,17 +77,17 @@ class RolloutCheckpoints:
 
     def _pad_as_others(self, batch: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
         """Pad what upstream has padded to the longest of this process to the longest of all, and note what it was."""
-        padded = {}
+        padded_batch = {}
         for key, value in batch.items():
             if value is None:
                 continue
             fill = self._pad_token_id if key.endswith("_ids") else 0
-            padded[key] = self.accelerator.pad_across_processes(
+            padded_batch[key] = self.accelerator.pad_across_processes(
                 value, dim=1, pad_index=fill, pad_first=key in OF_PROMPTS
             )
             if value.ndim == 2:
-                padded[key + _COLUMNS] = torch.full((len(value),), value.shape[1], device=value.device)
-        return padded
+                padded_batch[key + _COLUMNS] = torch.full((len(value),), value.shape[1], device=value.device)
+        return padded_batch
 
     def _find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
         checkpoint = super()._find_checkpoint(resume_from_checkpoint)

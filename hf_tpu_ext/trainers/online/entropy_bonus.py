@@ -48,8 +48,8 @@ class EntropyBonusMixin:
         return {**data, _COEF: self.backend.send(self.step_data()[_COEF])}
 
     def state_of_steps(self) -> list[Tensor]:
-        kept = super().state_of_steps()
-        return kept if self._entropy_sums is None else [*kept, *self._entropy_sums.tensors.values()]
+        tensors = super().state_of_steps()
+        return tensors if self._entropy_sums is None else [*tensors, *self._entropy_sums.tensors.values()]
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if not (self._entropy_bonus_enabled and self.backend.static_shapes):
@@ -90,9 +90,9 @@ class EntropyBonusMixin:
 
     def _adapt_entropy_coef(self) -> None:
         """Decide on the coefficient of the next step, as upstream does, by the entropy of the one that has ended."""
-        fetched = self.backend.fetch(self._entropy_sums.tensors)
+        sums = self.backend.fetch(self._entropy_sums.tensors)
         self._entropy_sums.reset()
-        of_process = [fetched[name].item() for name in ("entropy", "tokens")]
+        of_process = [sums[name].item() for name in ("entropy", "tokens")]
         total, tokens = self.backend.processes.total(of_process)
         entropy = total / max(tokens, 1.0)
         args, coef = self.args, self.entropy_coef

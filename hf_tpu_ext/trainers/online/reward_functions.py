@@ -40,18 +40,20 @@ def check_rewards(function: Callable, name: str) -> Callable:
             try:
                 rewards = await function(**kwargs)
             except Exception as error:
-                raise UserError(_raised(name, error, await _find_row_async(function, kwargs), kwargs)) from error
+                raise UserError(
+                    _describe_error(name, error, await _find_row_async(function, kwargs), kwargs)
+                ) from error
             return _check(rewards, name, kwargs)
     else:
 
-        def checked(**kwargs):
+        def call(**kwargs):
             try:
                 rewards = function(**kwargs)
             except Exception as error:
-                raise UserError(_raised(name, error, _find_row(function, kwargs), kwargs)) from error
+                raise UserError(_describe_error(name, error, _find_row(function, kwargs), kwargs)) from error
             return _check(rewards, name, kwargs)
 
-    return checked
+    return call
 
 
 def _one_row(kwargs: dict[str, Any], row: int) -> dict[str, Any]:
@@ -81,7 +83,7 @@ async def _find_row_async(function: Callable, kwargs: dict[str, Any]) -> int | N
     return None
 
 
-def _raised(name: str, error: Exception, row: int | None, kwargs: dict[str, Any]) -> str:
+def _describe_error(name: str, error: Exception, row: int | None, kwargs: dict[str, Any]) -> str:
     place = traceback.extract_tb(error.__traceback__)[-1]
     what = f"The reward function '{name}' raised {type(error).__name__}: {error} ({place.filename}:{place.lineno})."
     if row is None:

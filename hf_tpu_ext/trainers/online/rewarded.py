@@ -197,14 +197,14 @@ class RewardedMixin(RolloutMixin):
         if not self.model.training:
             # Another program, of rows of the same shape: prompts may be shared by fewer rows, and layers draw nothing.
             kind += OF_EVALUATION
-        scored = self.run_passes(
+        log_probs = self.run_passes(
             kind,
             model,
             {"input_ids": ids, "attention_mask": mask},
             partial(self._score, model),
             batch_size * self.backend.num_chips,
         )
-        return scored[:, :logits_to_keep], None, None
+        return log_probs[:, :logits_to_keep], None, None
 
     def _score_shared(
         self,
@@ -270,8 +270,8 @@ class RewardedMixin(RolloutMixin):
         if self.backend.processes.one_program:
             # Rewards may be drawn, asked for elsewhere, or depend on what a host has time for.
             own = batch["advantages"]
-            agreed = self.backend.processes.of_first("the rewards of completions", own.tolist())
-            batch = {**batch, "advantages": torch.tensor(agreed, dtype=own.dtype)}
+            advantages = self.backend.processes.of_first("the rewards of completions", own.tolist())
+            batch = {**batch, "advantages": torch.tensor(advantages, dtype=own.dtype)}
         self._check_groups(batch)
         return batch
 

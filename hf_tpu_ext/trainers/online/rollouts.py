@@ -79,22 +79,22 @@ class RolloutMixin(RolloutCheckpoints):
             longest = most
         if not self.pad_to_multiple_of and all(min(of_rows) == longest for of_rows in lengths.values()):
             # Prompts of one length need no pads at all.
-            declared = longest
+            declared_length = longest
         else:
             multiple = self.pad_to_multiple_of or 1
-            declared = -(-round_up_length(longest, most or longest + 128) // multiple) * multiple
-        return self._prompt_buckets(longest, declared, lengths.get("train_dataset"))
+            declared_length = -(-round_up_length(longest, most or longest + 128) // multiple) * multiple
+        return self._prompt_buckets(longest, declared_length, lengths.get("train_dataset"))
 
-    def _prompt_buckets(self, longest: int, declared: int, of_rows: list[int] | None) -> list[int]:
+    def _prompt_buckets(self, longest: int, declared_length: int, of_rows: list[int] | None) -> list[int]:
         """The lengths that prompts are padded to, of which the longest has `longest` tokens."""
         buckets = self.args.length_buckets if isinstance(self.args, ExtensionArguments) else None
         if not buckets:
-            return [declared]
+            return [declared_length]
         if len(buckets) == 1:
-            return declare_lengths(buckets, declared, of_rows, self._train_batch_size, "random")
-        buckets = validate_buckets(buckets, max(*buckets, declared))
-        declared = next((bucket for bucket in buckets if bucket >= longest), declared)
-        return [*(bucket for bucket in buckets if bucket < declared), declared]
+            return declare_lengths(buckets, declared_length, of_rows, self._train_batch_size, "random")
+        buckets = validate_buckets(buckets, max(*buckets, declared_length))
+        declared_length = next((bucket for bucket in buckets if bucket >= longest), declared_length)
+        return [*(bucket for bucket in buckets if bucket < declared_length), declared_length]
 
     def _prompt_lengths(self, dataset: datasets.Dataset) -> Iterator[int]:
         for batch in dataset.with_format(None).select_columns(["prompt"]).iter(_ROWS_AT_ONCE):

@@ -169,11 +169,11 @@ class BatchesMixin(ImagesMixin):
         """Find what models derive from the length of a batch, and refuse (`ValueError`) where that is not known."""
         longest = max(self.step_lengths) if self.lengths else None
         self.by_length = BatchLength([self.model, *self.other_models()], longest, class_that_sees_padding(self.model))
-        if self.by_length.scaled is None:
+        if self.by_length.rope_scaling is None:
             return
         writes = self.predicted_text is not None or vars(self.args).get("show_samples")
-        if self.generates or (writes and "dynamic" in self.by_length.scaled[0]):
-            raise UserError(_why_not_scaled(*self.by_length.scaled, "a model writes text"))
+        if self.generates or (writes and "dynamic" in self.by_length.rope_scaling[0]):
+            raise UserError(_why_not_scaled(*self.by_length.rope_scaling, "a model writes text"))
 
     def shape_batch(
         self, inputs: dict[str, Any], rows_of_example: int | None = None
@@ -282,8 +282,8 @@ class BatchesMixin(ImagesMixin):
             return {}
         length = inputs.length if isinstance(inputs, CollatedBatch) else length_of(inputs)
         sequences = [key for key in inputs if key.endswith("input_ids") and key != "decoder_input_ids"]
-        if self.by_length.scaled is not None and len(sequences) > 1:
-            raise UserError(_why_not_scaled(*self.by_length.scaled, f"a batch has {' and '.join(sequences)}"))
+        if self.by_length.rope_scaling is not None and len(sequences) > 1:
+            raise UserError(_why_not_scaled(*self.by_length.rope_scaling, f"a batch has {' and '.join(sequences)}"))
         return self.by_length.data(length, inputs.get("position_ids"))
 
     def _is_unread_text(self, key: str, value: Any) -> bool:

@@ -114,15 +114,15 @@ def _repeat(rows: datasets.Dataset, count: int, times: int = 1) -> datasets.Data
 def _stretch(row: dict[str, Any], length: int) -> dict[str, Any]:
     """A row of another length: what there is for each token is repeated, or cut off."""
     if "input_ids" in row:
-        tokens, stretched = len(row["input_ids"]), dict(row)
+        tokens, longer_row = len(row["input_ids"]), dict(row)
         sizes = {key: length for key, value in row.items() if isinstance(value, list) and len(value) == tokens}
     else:
         # Sequences of an example, behind its prompt if it has one by itself.
-        stretched = {**row, "prompt_ids": row["prompt_ids"][: length // 2]} if "prompt_ids" in row else dict(row)
-        sizes = {key: length - len(stretched.get("prompt_ids", ())) for key in row if key.endswith("_ids")}
+        longer_row = {**row, "prompt_ids": row["prompt_ids"][: length // 2]} if "prompt_ids" in row else dict(row)
+        sizes = {key: length - len(longer_row.get("prompt_ids", ())) for key in row if key.endswith("_ids")}
         sizes.pop("prompt_ids", None)
     for key, size in sizes.items():
-        stretched[key] = (row[key] * -(-size // len(row[key])))[:size]
+        longer_row[key] = (row[key] * -(-size // len(row[key])))[:size]
     if "seq_lengths" in row:
-        stretched["seq_lengths"] = [length]
-    return stretched
+        longer_row["seq_lengths"] = [length]
+    return longer_row

@@ -76,7 +76,7 @@ def lengths_for(
     args: TrainingArguments,
     train_lengths: list[int] | None,
     train,
-    evaluated,
+    eval_dataset,
     batch_size: int,
     positions: int | None = None,
 ) -> list[int]:
@@ -85,9 +85,11 @@ def lengths_for(
     known, and from the data. Returns distinct lengths, ascending; none where nothing is known, and batches keep what
     the collator gives them. Rows that fit into the `positions` of a model are not padded beyond them.
     """
-    kept = longest_kept(args)
+    longest_row = longest_kept(args)
     eval_lengths = [
-        length for rows in named_datasets(None, evaluated).values() for length in row_lengths(rows, kept) or ()
+        length
+        for rows in named_datasets(None, eval_dataset).values()
+        for length in row_lengths(rows, longest_row) or ()
     ]
     lengths = eval_lengths or None if train is None else train_lengths
     max_length = vars(args).get("max_length")
@@ -97,13 +99,13 @@ def lengths_for(
         # Whatever the collator yields; the first other shape is an error.
         return []
     buckets = args.length_buckets if isinstance(args, ExtensionArguments) else None
-    declared = declare_lengths(buckets, max_length, lengths, batch_size, args.train_sampling_strategy)
+    declared_lengths = declare_lengths(buckets, max_length, lengths, batch_size, args.train_sampling_strategy)
     # Rows to evaluate on may be longer.
     longest = max(eval_lengths, default=0)
-    if longest > declared[-1]:
-        declared = [*declared, round_up_length(longest, longest + 128)]
+    if longest > declared_lengths[-1]:
+        declared_lengths = [*declared_lengths, round_up_length(longest, longest + 128)]
     fits = positions is not None and lengths is not None and max(*lengths, longest) <= positions
-    return sorted({min(length, positions) for length in declared}) if fits else declared
+    return sorted({min(length, positions) for length in declared_lengths}) if fits else declared_lengths
 
 
 def declare_lengths(

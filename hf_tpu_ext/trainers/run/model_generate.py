@@ -64,13 +64,13 @@ class ModelGenerate:
     def run(self, model: nn.Module, input_ids: torch.Tensor, mask, config: GenerationConfig | None, **kwargs: Any):
         """Prompts and completions, on the host, or `None` where programs of static shape cannot make them."""
         try:
-            asked = TextRequest.read(model, input_ids, mask, config, **kwargs)
-            key = (asked.config.to_json_string(), *asked.prompt_lengths)
-            text, rows = self._texts.get(key) or (self._write(asked.config, asked.prompt_lengths), 0)
-            rows = max(rows, len(asked.prompts))
+            request = TextRequest.read(model, input_ids, mask, config, **kwargs)
+            key = (request.config.to_json_string(), *request.prompt_lengths)
+            text, rows = self._texts.get(key) or (self._write(request.config, request.prompt_lengths), 0)
+            rows = max(rows, len(request.prompts))
             # What is not drawn leaves the host's random numbers to the order of the data.
-            seed = None if asked.config.do_sample else 0
-            generated = text.generate(asked.prompts, seed, rows=rows, copies=asked.copies)
+            seed = None if request.config.do_sample else 0
+            completions = text.generate(request.prompts, seed, rows=rows, copies=request.copies)
         except UserError as error:
             if (reason := str(error)) not in self._said:
                 self._said.add(reason)
@@ -79,7 +79,7 @@ class ModelGenerate:
                 )
             return None
         self._texts[key] = text, rows
-        return asked.answer(generated, text.generator.pad_token_id)
+        return request.answer(completions, text.generator.pad_token_id)
 
     def has(self, model: nn.Module) -> bool:
         """Whether the model is where programs run. Upstream's pipelines, which know no TPU, move it to the host."""
@@ -107,9 +107,9 @@ class ModelGenerate:
         on_host |= {
             id(value): nn.Parameter(weights[name], value.requires_grad) for name, value in model.named_parameters()
         }
-        copied = deepcopy(model, on_host)
-        del copied.generate
-        return copied
+        host_model = deepcopy(model, on_host)
+        del host_model.generate
+        return host_model
 
 
 # Weak, since a trainer holds its model.
@@ -122,8 +122,8 @@ def generate(model, inputs=None, generation_config=None, **kwargs):
     if by_trainer is not None and not by_trainer.has(model):
         by_trainer = None
     if by_trainer is not None and unwrap_peft_model(model).config.is_encoder_decoder:
-        given = {"inputs": inputs, "generation_config": generation_config, **kwargs}
-        return by_trainer.run_on_host(model, **{name: value for name, value in given.items() if value is not None})
+        arguments = {"inputs": inputs, "generation_config": generation_config, **kwargs}
+        return by_trainer.run_on_host(model, **{name: value for name, value in arguments.items() if value is not None})
     input_ids = kwargs.get("input_ids", inputs)
     if by_trainer is not None and input_ids is not None:
         others = {name: value for name, value in kwargs.items() if name not in ("input_ids", "attention_mask")}

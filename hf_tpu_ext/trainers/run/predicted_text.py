@@ -48,9 +48,9 @@ def write_predictions(text: TextGeneration, inputs: Mapping[str, Any], args: Pre
     """
     prompts = [_prompt_of(row, inputs) for row in range(len(inputs["input_ids"]))]
     # The last batch of an evaluation is the same program.
-    written = text.generate(prompts, rows=args.eval_batch_size).token_ids
+    token_ids = text.generate(prompts, rows=args.eval_batch_size).token_ids
     longest = torch.zeros(args.generation_max_new_tokens, dtype=torch.int64)
-    rows = [torch.tensor(tokens, dtype=torch.int64) for tokens in written]
+    rows = [torch.tensor(tokens, dtype=torch.int64) for tokens in token_ids]
     return pad_sequence([*rows, longest], batch_first=True, padding_value=_NOTHING)[:-1]
 
 
@@ -59,8 +59,8 @@ def _prompt_of(row: int, inputs: Mapping[str, Any]) -> list[int]:
     if "attention_mask" in inputs:
         is_token = inputs["attention_mask"][row].bool()
         tokens, labels = tokens[is_token], labels[is_token]
-    labelled = (labels != _NOTHING).tolist()
-    prompt = tokens[: labelled.index(True)] if any(labelled) else tokens
+    has_label = (labels != _NOTHING).tolist()
+    prompt = tokens[: has_label.index(True)] if any(has_label) else tokens
     if not len(prompt):
         raise UserError(
             f"predict_with_generate=True: row {row} of a batch has a label at its first token, so there is no prompt to write on "

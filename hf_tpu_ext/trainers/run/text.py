@@ -50,8 +50,8 @@ class TextGeneration:
             if not self._backend.static_shapes:
                 return self._generate_eagerly(prompts, seed)
             missing = 0 if rows is None else max(0, rows - len(prompts))
-            made = self._generate_by_programs([*prompts, *prompts[-1:] * missing], seed, copies)
-            return Generated(made.token_ids[: len(prompts)], made.log_probs[: len(prompts)])
+            completions = self._generate_by_programs([*prompts, *prompts[-1:] * missing], seed, copies)
+            return Generated(completions.token_ids[: len(prompts)], completions.log_probs[: len(prompts)])
         finally:
             # What replays programs has it in evaluation mode from the start.
             model.train(was_training)
@@ -91,9 +91,11 @@ class TextGeneration:
         ):
             if seed is not None:
                 torch.manual_seed(seed)
-            made = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, ids.shape[1] :]
+            completions = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)[
+                :, ids.shape[1] :
+            ]
         ends = find_ends(unwrap_peft_model(model)._prepare_generation_config(config)[0])
-        return Generated([row[: count_until_end(row, ends)] for row in made.tolist()], [])
+        return Generated([row[: count_until_end(row, ends)] for row in completions.tolist()], [])
 
     def _run(self, name: str, shape: tuple[int, int], run: Callable[[], Any] | None = None) -> Any:
         return self._programs.end(name, f"{name} after step {self._programs.steps_done}", run=run, shape=shape)

@@ -35,7 +35,7 @@ class WeightCopies:
         if self.context is None or never:
             yield
             return
-        self.not_made = self.context.suspended
+        self.not_made = self.context.suspend
         try:
             with self.context:
                 yield

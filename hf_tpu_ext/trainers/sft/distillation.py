@@ -154,7 +154,7 @@ class DistillationMixin:
         # It may have been set since.
         self._check_loss()
         mode = "train" if self.model.training else "eval"
-        scored = inputs["labels"][:, 1:].flatten() != -100
+        has_label = inputs["labels"][:, 1:].flatten() != -100
         masks = (
             static_masks(inputs.get("segment_ids"), not self.backend.traces_steps)
             if self.backend.static_shapes
@@ -166,17 +166,17 @@ class DistillationMixin:
         token_terms: list[TokenTerms] = []
 
         def score(hidden, weight, bias, targets, temperature, chunk_size, softcap, scale, outputs):
-            terms = self._compare(Head(hidden, weight, bias, softcap, scale), targets, teacher, scored, token_terms)
+            terms = self._compare(Head(hidden, weight, bias, softcap, scale), targets, teacher, has_label, token_terms)
             return terms.log_probs, terms.entropy, None, None, terms.is_top1
 
         with head_computed_by(score), self.metrics_deferred():
             result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             loss, outputs = result if return_outputs else (result, None)
-            loss = self._mix(loss, token_terms[0], scored, num_items_in_batch, mode)
+            loss = self._mix(loss, token_terms[0], has_label, num_items_in_batch, mode)
         return (loss, outputs) if return_outputs else loss
 
     def _compare(
-        self, student: Head, targets: Tensor, teacher: Head | TopK, scored: Tensor, token_terms: list[TokenTerms]
+        self, student: Head, targets: Tensor, teacher: Head | TopK, has_label: Tensor, token_terms: list[TokenTerms]
     ) -> TokenTerms:
         tokens = teacher[0].shape[0]
         chips = self.backend.num_chips
@@ -185,7 +185,7 @@ class DistillationMixin:
             teacher = teacher.full_to_shard(self.backend)
         elif tokens != student.hidden.shape[0]:
             # On GPUs TRL scores the tokens with a label only.
-            teacher = TopK(*(value[scored] for value in teacher))
+            teacher = TopK(*(value[has_label] for value in teacher))
         terms = distill(student, targets, teacher, self._distillation, self.backend, matmul_dtype(student.hidden))
         token_terms.append(
             TokenTerms(*(ShardToFull.apply(term, self.backend) for term in terms)) if by_chip else terms
@@ -193,28 +193,28 @@ class DistillationMixin:
         return terms
 
     def _mix(
-        self, loss: Tensor, terms: TokenTerms, scored: Tensor, num_items_in_batch: Tensor | int | None, mode: str
+        self, loss: Tensor, terms: TokenTerms, has_label: Tensor, num_items_in_batch: Tensor | int | None, mode: str
     ) -> Tensor:
         alpha, temperature = self.args.kd_alpha, self.args.kd_temperature
-        mask = scored if terms.kd.shape == scored.shape else torch.ones_like(terms.kd, dtype=torch.bool)
+        mask = has_label if terms.kd.shape == has_label.shape else torch.ones_like(terms.kd, dtype=torch.bool)
 
         def total(term: Tensor) -> Tensor:
             return torch.where(mask, term, torch.zeros_like(term)).sum()
 
         ce, kd = -total(terms.log_probs), total(terms.kd)
-        num_tokens = scored.sum() if num_items_in_batch is None else num_items_in_batch
+        num_tokens = has_label.sum() if num_items_in_batch is None else num_items_in_batch
         if isinstance(num_tokens, Tensor):
             num_tokens = num_tokens.clamp(min=1)
         # Of all processes, as upstream counts them, whose gradients are averaged.
         processes = self.backend.processes.row_shards
         shares = processes if num_items_in_batch is not None and self.args.average_tokens_across_devices else 1
         # Upstream's loss holds the cross-entropy in full.
-        mixed = loss + alpha * shares * (temperature**2 * kd - ce) / num_tokens
-        sums = (ce, kd, total(terms.coverage), total(terms.agreement), scored.sum())
+        mixed_loss = loss + alpha * shares * (temperature**2 * kd - ce) / num_tokens
+        sums = (ce, kd, total(terms.coverage), total(terms.agreement), has_label.sum())
         *sums, tokens = (self.chips.over_chips(value.detach()) for value in sums)
         if processes > 1:
             *sums, tokens = (mean * processes for mean in self.backend.processes.mean([*sums, tokens]))
         for name, value in zip(KD_METRICS, sums, strict=True):
             mean = value / tokens.clamp(min=1)
             self._metrics[mode][name].append(mean if self.backend.metrics_on_device else mean.item())
-        return mixed
+        return mixed_loss

@@ -100,8 +100,8 @@ class TPUSFTTrainer(DistillationMixin, QuantizationMixin, TPUTrainerMixin, SFTTr
         settings = (processing_class, args, packing, formatting_func, dataset_name)
         # What a function of the user's makes text of is its own.
         columns = () if formatting_func is not None else (*TEXT_OR_MESSAGES, args.dataset_text_field)
-        named = {f"the {dataset_name} dataset": dataset}
-        with naming_rows(named, columns, lambda row: prepare(row, *settings), args.assistant_only_loss):
+        datasets_by_name = {f"the {dataset_name} dataset": dataset}
+        with naming_rows(datasets_by_name, columns, lambda row: prepare(row, *settings), args.assistant_only_loss):
             return prepare(dataset, *settings)
 
     def _finish_set_up(self) -> None:
