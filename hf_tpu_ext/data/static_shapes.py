@@ -44,7 +44,7 @@ class CollatedBatch(dict):
 
     Attributes:
         length (`int`): How many columns upstream's collator gives it: those of its longest row.
-        padded (`dict`): Along which dimension keys were padded, and how many columns they had before.
+        columns_before (`dict`): Along which dimension keys were padded, and how many columns they had before.
         num_examples (`int`): How many examples it was made of. A pair is two rows, one after the chosen ones and one after the
             rejected ones.
         rows_of_example (`int`): And how many rows one example is.
@@ -55,7 +55,7 @@ class CollatedBatch(dict):
         self,
         batch: Mapping[str, Any],
         length: int,
-        padded: Mapping[str, tuple[int, int]],
+        columns_before: Mapping[str, tuple[int, int]],
         num_examples: int,
         num_tokens: int | None = None,
     ):
@@ -63,7 +63,7 @@ class CollatedBatch(dict):
         self.num_examples = num_examples
         self.rows_of_example = max(1, count_rows(batch) // max(1, num_examples))
         self.length = length
-        self.padded = dict(padded)
+        self.columns_before = dict(columns_before)
         self.num_tokens = num_tokens
 
 
@@ -71,8 +71,8 @@ def as_collated(batch: Any) -> Any:
     """A batch without the columns that were added to it: as upstream's collator gives it, and code of the user's gets it."""
     if not isinstance(batch, CollatedBatch):
         return batch
-    narrowed = {key: batch[key].narrow(dim, 0, columns) for key, (dim, columns) in batch.padded.items()}
-    return {**batch, **narrowed}
+    own_columns = {key: batch[key].narrow(dim, 0, columns) for key, (dim, columns) in batch.columns_before.items()}
+    return {**batch, **own_columns}
 
 
 def count_all(batch: Mapping[str, Any]) -> int:
@@ -169,21 +169,21 @@ class StaticShapeCollator:
         labels = batch.get("labels")
         if not (self.decodes and isinstance(labels, Tensor) and labels.ndim == 2 and not labels.is_floating_point()):
             labels = None
-        padded = dict(batch)
+        padded_batch = dict(batch)
         if self.lengths:
-            target = self._declared(length if labels is None else max(length, labels.shape[1]))
-            padded = pad_columns(batch, target, self.pad_token_id)
+            target = self._choose_length(length if labels is None else max(length, labels.shape[1]))
+            padded_batch = pad_columns(batch, target, self.pad_token_id)
             if labels is not None:
-                padded["labels"] = _extend("labels", labels, 1, target, self.pad_token_id)
-        changed = {
-            key: next((dim, size) for dim, size in enumerate(value.shape) if padded[key].shape[dim] != size)
+                padded_batch["labels"] = _extend("labels", labels, 1, target, self.pad_token_id)
+        columns_before = {
+            key: next((dim, size) for dim, size in enumerate(value.shape) if padded_batch[key].shape[dim] != size)
             for key, value in batch.items()
-            if isinstance(value, Tensor) and padded[key].shape != value.shape
+            if isinstance(value, Tensor) and padded_batch[key].shape != value.shape
         }
-        return CollatedBatch(padded, length, changed, len(examples), num_tokens)
+        return CollatedBatch(padded_batch, length, columns_before, len(examples), num_tokens)
 
-    def _declared(self, length: int) -> int:
-        target = next((declared for declared in self.lengths if declared >= length), None)
+    def _choose_length(self, length: int) -> int:
+        target = next((declared_length for declared_length in self.lengths if declared_length >= length), None)
         if target is None:
             raise UserError(
                 f"A batch of {length} tokens is longer than the greatest declared length {self.lengths[-1]}. Truncate "
@@ -309,10 +309,10 @@ class ShapeGuard:
     def _describe(self, new: dict[str, torch.Size]) -> str:
         earlier = [*self._shapes.values()]
         first = earlier[0]
-        changed = [key for key in first | new if first.get(key) != new.get(key)]
+        changed_keys = [key for key in first | new if first.get(key) != new.get(key)]
         # With buckets several keys differ from the first batch; the culprit is the one whose shape never came before.
-        unseen = [key for key in changed if all(shapes.get(key) != new.get(key) for shapes in earlier)]
-        key = (unseen or changed)[0]
+        unseen = [key for key in changed_keys if all(shapes.get(key) != new.get(key) for shapes in earlier)]
+        key = (unseen or changed_keys)[0]
         before, after = (str(tuple(shapes[key])) if key in shapes else "absent" for shapes in (first, new))
         if key in first and key in new and first[key][1:] == new[key][1:]:
             fix = "Yield the same number of rows in every batch, or set `dataloader_drop_last=True`."

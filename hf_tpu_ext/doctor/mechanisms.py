@@ -43,7 +43,7 @@ class WrongError(Exception):
     """A mechanism does not do what it should. The message says what it does."""
 
 
-class Found(NamedTuple):
+class Finding(NamedTuple):
     """What a check says of a mechanism, and the numbers behind it; `applies` is false where there is nothing to try."""
 
     text: str
@@ -51,8 +51,8 @@ class Found(NamedTuple):
     applies: bool = True
 
 
-def _not_here(why: str) -> Found:
-    return Found(why, applies=False)
+def _not_here(why: str) -> Finding:
+    return Finding(why, applies=False)
 
 
 def _check(holds: bool, text: str) -> None:
@@ -156,21 +156,21 @@ class Mechanisms:
         )
         return text
 
-    def compare(self, name: str, names: Iterable[str] = ("loss", "grad_norm"), tolerance: float = 0) -> Found:
+    def compare(self, name: str, names: Iterable[str] = ("loss", "grad_norm"), tolerance: float = 0) -> Finding:
         """Check a training against eager CPU, and what the runtime did in it."""
         ours, reference = self.runs.ours(name), self.runs.reference(name)
         text = f"{self.near(ours, reference, names, tolerance)}; {self.check_counts(name, ours)}"
-        return Found(text, _numbers(ours=ours, eager_cpu=reference))
+        return Finding(text, _numbers(ours=ours, eager_cpu=reference))
 
     # ---- Mechanisms ----
 
-    def parity(self) -> Found:
+    def parity(self) -> Finding:
         backend = self.backend
         outcome = self.compare("plain")
         chips = count(backend.num_chips, "chip")
         return outcome._replace(text=f"{backend.name} ({backend.device_name}), {chips}: {outcome.text}")
 
-    def replay(self) -> Found:
+    def replay(self) -> Finding:
         if not self.on_xla:
             return _not_here("only graphs of torch_xla are replayed")
         by_replay, by_trace = self.runs.ours("plain"), self.runs.ours("traced")
@@ -179,9 +179,9 @@ class Mechanisms:
         _check(by_trace.counters.replays == 0, f"{by_trace.counters.replays} replays with step_replay=False")
         _check(by_replay.counters.replays > 0, "no step was replayed")
         text = f"{by_replay.counters.replays} of {STEPS} steps replayed, the same bits as traced ones"
-        return Found(text, _numbers(replayed=by_replay, traced=by_trace))
+        return Finding(text, _numbers(replayed=by_replay, traced=by_trace))
 
-    def donation(self) -> Found:
+    def donation(self) -> Finding:
         if not self.on_xla:
             return _not_here("only graphs of torch_xla are donated buffers")
         if self.backend.num_chips > 1:
@@ -207,9 +207,9 @@ class Mechanisms:
         # The compiler may let any of the same shape take a place.
         text = f"{len(before & after)} of {len(after)} weights and moments are updated in place"
         _check(before == after, text)
-        return Found(text)
+        return Finding(text)
 
-    def two_lengths(self) -> Found:
+    def two_lengths(self) -> Finding:
         outcome = self.compare("two lengths")
         if not self.on_xla:
             return outcome
@@ -218,10 +218,10 @@ class Mechanisms:
         _check(len(lengths) == 2, f"batches have the lengths {lengths}, and are to have two")
         return outcome._replace(text=f"{' and '.join(map(str, lengths))} tokens: {outcome.text}")
 
-    def accumulation(self) -> Found:
+    def accumulation(self) -> Finding:
         return self.compare("accumulated")
 
-    def bfloat16(self) -> Found:
+    def bfloat16(self) -> Finding:
         ours, plain = self.runs.ours("bfloat16"), self.runs.ours("plain")
         rounded_names = [
             name for name, weight in ours.weights.items() if torch.equal(weight, weight.bfloat16().float())
@@ -232,15 +232,15 @@ class Mechanisms:
         outcome = self.compare("bfloat16", tolerance=_BFLOAT16)
         return outcome._replace(text=f"float32 weights; {outcome.text}")
 
-    def activation_checkpointing(self) -> Found:
+    def activation_checkpointing(self) -> Finding:
         return self.compare("checkpointed")
 
-    def layers_as_a_loop(self) -> Found:
+    def layers_as_a_loop(self) -> Finding:
         if not self.on_xla:
             return _not_here("only graphs of torch_xla have a loop over layers")
         return self.compare("loop")
 
-    def splash_attention(self) -> Found:
+    def splash_attention(self) -> Finding:
         if not self.on_xla:
             return _not_here("a kernel for TPU, tried with torch_xla only")
         outcome = self.compare("splash", tolerance=_BFLOAT16)
@@ -248,23 +248,23 @@ class Mechanisms:
         text = self.near(splash, slices, tolerance=_BFLOAT16).replace("eager CPU's", "sliced attention's")
         return outcome._replace(text=f"{text}; {outcome.text}")
 
-    def evaluation(self) -> Found:
+    def evaluation(self) -> Finding:
         return self.compare("evaluated", ("loss", "eval_loss"))
 
-    def teacher(self) -> Found:
+    def teacher(self) -> Finding:
         return self.compare("taught", ("loss", "grad_norm"))
 
-    def dpo(self) -> Found:
+    def dpo(self) -> Finding:
         return self.compare("preferences", ("loss", "rewards/margins"))
 
-    def generation(self) -> Found:
+    def generation(self) -> Finding:
         greedy = self._generate()
         ours, reference = self.runs.ours("completions"), self.runs.reference("completions")
         text = self.near(ours, reference, ("loss", "grad_norm", "reward", "entropy"), 10 * self.tolerance)
         if self.on_xla:
             _check(ours.late.compiles == 0, f"{ours.late.compiles} graphs were compiled late")
             text += f"; {_describe(ours.counters, STEPS)}"
-        return Found(f"{greedy}; GRPO: {text}", _numbers(ours=ours, eager_cpu=reference))
+        return Finding(f"{greedy}; GRPO: {text}", _numbers(ours=ours, eager_cpu=reference))
 
     def _generate(self) -> str:
         """Greedy tokens, each set beside the logits of eager CPU for what is before it."""
@@ -287,7 +287,7 @@ class Mechanisms:
         )
         return f"{token_logits.numel()} greedy tokens are eager CPU's"
 
-    def all_chips(self) -> Found:
+    def all_chips(self) -> Finding:
         if not self.backend.unknown_upstream:
             return self._all_gpus()
         if self.backend.num_chips == 1:
@@ -301,7 +301,7 @@ class Mechanisms:
             _check(split > 0, "mesh: fsdp, and every chip holds every weight whole")
         return outcome._replace(text=f"{self.backend.num_chips} chips, sharded weights: {outcome.text}")
 
-    def _all_gpus(self) -> Found:
+    def _all_gpus(self) -> Finding:
         """A process for each GPU, as torchrun starts them; on eager CPU two."""
         gpus = torch.cuda.device_count() if self.backend.device.type == "cuda" else 2
         if gpus < 2:
@@ -313,9 +313,9 @@ class Mechanisms:
         logs = json.loads((directory / "processes.json").read_text())
         reference = finish(make_trainer(RUNS["plain"], directory, "plain-as-many", gpus, stock=True), self.backend)
         ours = Outcome(logs, {}, Counters(), Counters(), None)
-        return Found(f"{gpus} processes (DDP): {self.near(ours, reference)}", _numbers(eager_cpu=reference))
+        return Finding(f"{gpus} processes (DDP): {self.near(ours, reference)}", _numbers(eager_cpu=reference))
 
-    def kill_and_resume(self) -> Found:
+    def kill_and_resume(self) -> Finding:
         # Before this process takes the accelerator.
         died = subprocess.run(
             [sys.executable, *_this_program(), str(self._directory), "die"], stdin=subprocess.DEVNULL
@@ -327,9 +327,9 @@ class Mechanisms:
         difference = _same_bits(after_resume, whole)
         _check(difference is None, f"resumed against never stopped: {difference}")
         text = f"killed at step {_DIES_AT}, resumed from step {_SAVED_AT}, the same bits as a run that was not stopped"
-        return Found(text, _numbers(resumed=after_resume, whole=whole))
+        return Finding(text, _numbers(resumed=after_resume, whole=whole))
 
-    def compile_cache(self) -> Found:
+    def compile_cache(self) -> Finding:
         if not self.on_xla:
             return _not_here("only graphs of torch_xla are kept on disk")
         self.runs.ours("plain")
@@ -338,17 +338,17 @@ class Mechanisms:
         _check(use.programs > 0, f"no graph was written to {use.directory}")
         numbers = {"counters": vars(counters)}
         if self.backend.chip is None:
-            return Found(f"{use.programs} graphs on disk; XLA:CPU cannot load them", numbers)
+            return Finding(f"{use.programs} graphs on disk; XLA:CPU cannot load them", numbers)
         _check(counters.loads > 0, f"{use.programs} graphs on disk, and none was loaded")
-        return Found(f"{counters.loads} graphs loaded, {counters.compiles} compiled in this process", numbers)
+        return Finding(f"{counters.loads} graphs loaded, {counters.compiles} compiled in this process", numbers)
 
-    def smollm2(self) -> Found:
+    def smollm2(self) -> Finding:
         from .speed import measure_speed
 
         return measure_speed(self.backend, self._directory, self)
 
 
-_METHODS: dict[str, Callable[[Mechanisms], Found]] = {
+_METHODS: dict[str, Callable[[Mechanisms], Finding]] = {
     name: getattr(Mechanisms, name.lower().replace(" ", "_")) for name in MECHANISMS if name != "SmolLM2-135M"
 } | {"SmolLM2-135M": Mechanisms.smollm2}
 

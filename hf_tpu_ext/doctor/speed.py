@@ -27,7 +27,7 @@ from .small_runs import WARM_STEPS, CountSteps
 
 
 if TYPE_CHECKING:
-    from .mechanisms import Found, Mechanisms
+    from .mechanisms import Finding, Mechanisms
 
 
 # huggingface.co/HuggingFaceTB/SmolLM2-135M
@@ -79,9 +79,9 @@ class _Times(CountSteps):
         return (end - begin) / (last - first)
 
 
-def measure_speed(backend: Backend, directory: Path, mechanisms: "Mechanisms") -> "Found":
+def measure_speed(backend: Backend, directory: Path, mechanisms: "Mechanisms") -> "Finding":
     """Train it, and say what a step takes. What cannot be right is an error."""
-    from .mechanisms import Found, WrongError
+    from .mechanisms import Finding, WrongError
 
     on_host = backend.device.type == "cpu" or backend.unknown_upstream and backend.chip is None
     plan = None if on_host else plan_speed(backend, directory)
@@ -121,7 +121,7 @@ def measure_speed(backend: Backend, directory: Path, mechanisms: "Mechanisms") -
         text += f"; {plan['text']}"
         if memory is not None and plan["peak_bytes"] and memory > _BEYOND_PLAN * plan["peak_bytes"]:
             raise WrongError(f"more HBM than planned: {text}")
-    return Found(text, numbers)
+    return Finding(text, numbers)
 
 
 def _train(

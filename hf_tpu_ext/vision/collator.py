@@ -102,23 +102,23 @@ class ImageCollator:
 
     def _check_rows(self, input_ids: torch.Tensor, image_tokens: Sequence[int]) -> None:
         counts = (input_ids == self.family.config.image_token_id).sum(1).tolist()
-        for row, (tokens, needed) in enumerate(zip(counts, image_tokens, strict=True)):
-            if tokens < needed:
+        for row, (tokens, num_needed) in enumerate(zip(counts, image_tokens, strict=True)):
+            if tokens < num_needed:
                 raise UserError(
-                    f"Row {row} of the batch has {tokens} of the {needed} image tokens that its images make: max_length cuts off the "
-                    f"others{self._text_of(input_ids[row])}. Truncate less, with room for {needed} and the text, for example "
-                    f"{self.config_name}(max_length={self.max_length + needed - tokens + 64}), or make the images smaller."
+                    f"Row {row} of the batch has {tokens} of the {num_needed} image tokens that its images make: max_length cuts off the "
+                    f"others{self._text_of(input_ids[row])}. Truncate less, with room for {num_needed} and the text, for example "
+                    f"{self.config_name}(max_length={self.max_length + num_needed - tokens + 64}), or make the images smaller."
                 )
-            if tokens > needed:
+            if tokens > num_needed:
                 raise UserError(
-                    f"Row {row} of the batch has {tokens} image tokens, but its images make {needed}{self._text_of(input_ids[row])}. "
+                    f"Row {row} of the batch has {tokens} image tokens, but its images make {num_needed}{self._text_of(input_ids[row])}. "
                     "Leave the tokens that stand for an image out of its text: the chat template writes them, one message part "
                     "{'type': 'image'} for each image."
                 )
-            if needed > self.room:
+            if num_needed > self.room:
                 raise UserError(
-                    f"Row {row} of the batch has {needed} image tokens, but there is room for {self.room}"
-                    f"{self._text_of(input_ids[row])}. Declare more: {self.config_name}(image_tokens={needed})."
+                    f"Row {row} of the batch has {num_needed} image tokens, but there is room for {self.room}"
+                    f"{self._text_of(input_ids[row])}. Declare more: {self.config_name}(image_tokens={num_needed})."
                 )
 
     def _text_of(self, ids: torch.Tensor) -> str:

@@ -213,8 +213,8 @@ class Patches(ImageFamily):
         for number, (grid, pixels) in enumerate(images, 1):
             numbers = torch.full((len(pixels),), number)
             columns.append({PIXELS: pixels, "image_numbers": numbers, **self.of_image(tuple(grid))})
-        filled = sum(len(image[PIXELS]) for image in columns) // self.merge**2
-        padding = self._padding(room - filled)
+        num_tokens = sum(len(image[PIXELS]) for image in columns) // self.merge**2
+        padding = self._padding(room - num_tokens)
         return {key: torch.cat([*(image[key] for image in columns), padding[key]]) for key in padding}
 
     def _padding(self, tokens: int) -> dict[str, Tensor]:

@@ -60,7 +60,7 @@ def _embed(
     ids = kwargs.pop("input_ids")
     is_image = ids == model.config.image_token_id
     # Some models have no embedding of it.
-    embedded = model.get_input_embeddings()(ids.masked_fill(is_image, 0))
+    embeddings = model.get_input_embeddings()(ids.masked_fill(is_image, 0))
     features, *more = family.features(model, kwargs)
     rows = len(ids)
     room = len(features) // rows
@@ -69,12 +69,12 @@ def _embed(
     places = places + torch.arange(rows, device=ids.device)[:, None] * room
 
     def take(features: Tensor, elsewhere: Tensor) -> Tensor:
-        taken = nn.functional.embedding(places, features.to(embedded.dtype))
-        return torch.where(is_image[..., None], taken, elsewhere)
+        of_images = nn.functional.embedding(places, features.to(embeddings.dtype))
+        return torch.where(is_image[..., None], of_images, elsewhere)
 
-    kwargs["inputs_embeds"] = take(features, embedded)
+    kwargs["inputs_embeds"] = take(features, embeddings)
     if more:
-        kwargs[_ADDED] = [take(features, torch.zeros_like(embedded)) for features in more]
+        kwargs[_ADDED] = [take(features, torch.zeros_like(embeddings)) for features in more]
     return args, kwargs
 
 
@@ -90,8 +90,10 @@ def _hand_on(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tup
     return args, kwargs
 
 
-def _add(model: PreTrainedModel, hidden: Tensor, mask: Tensor | None, added: Tensor) -> Tensor:
+def _add(model: PreTrainedModel, hidden: Tensor, mask: Tensor | None, features: Tensor) -> Tensor:
     """As upstream's `_deepstack_process`, which has a mask, and features for where it is true."""
     return (
-        hidden + added.to(hidden.dtype) if mask is None else type(model)._deepstack_process(model, hidden, mask, added)
+        hidden + features.to(hidden.dtype)
+        if mask is None
+        else type(model)._deepstack_process(model, hidden, mask, features)
     )

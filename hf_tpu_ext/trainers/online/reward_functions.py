@@ -36,7 +36,7 @@ def check_rewards(function: Callable, name: str) -> Callable:
     """
     if is_async_callable(function):
 
-        async def checked(**kwargs):
+        async def call(**kwargs):
             try:
                 rewards = await function(**kwargs)
             except Exception as error:

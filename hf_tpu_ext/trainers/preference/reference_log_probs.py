@@ -88,7 +88,9 @@ class ReferenceLogProbsMixin:
         # What one lacks, all compute.
         absent = [start for start, path in files.items() if not path.is_file()]
         absent = self.backend.processes.exchange(f"reference log-probs of the {name} dataset", absent)
-        missing = {start: path for start, path in files.items() if any(start in lacked for lacked in absent)}
+        missing = {
+            start: path for start, path in files.items() if any(start in starts_of_one for starts_of_one in absent)
+        }
         if missing:
             self._write_missing(missing, dataset, name, rows)
             self.compiled.changes.append(f"reference log-probs of the {name} dataset are kept in {directory}")
@@ -119,9 +121,9 @@ class ReferenceLogProbsMixin:
     def _compile_reference(self, model: nn.Module) -> CompiledFunction:
         def compute(data: dict[str, dict[Hashable, Tensor]]) -> tuple[Tensor | None, ...]:
             with self.by_length.override_rope(), self.compute_loss_context_manager(), self.models_compiled():
-                computed = self.compute_ref_log_probs(model, self.by_length.take(data["batch"]))
+                log_probs = self.compute_ref_log_probs(model, self.by_length.take(data["batch"]))
                 self.by_length.forget()
-            return computed
+            return log_probs
 
         return self.programs.compile(compute, [model], _METHODS, training=model.training)
 
@@ -132,18 +134,18 @@ class ReferenceLogProbsMixin:
             collate_fn=partial(_collate_full, self.data_collator, rows),
             num_workers=self.args.dataloader_num_workers,
         )
-        run, computed = partial(self.programs.end, "reference step", "reference log-probs before training"), []
+        run, log_probs = partial(self.programs.end, "reference step", "reference log-probs before training"), []
         for batch in loader:
             self.check_ranges(batch)
             data = {**batch, **self.data_by_length(batch)}
             with self.copies.not_made():
-                computed.append(compute(self._send_rows(data, count_rows(batch)), run))
-            bar.update(min(rows, len(part) - rows * (len(computed) - 1)))
-        fetched = self.backend.fetch(computed)
+                log_probs.append(compute(self._send_rows(data, count_rows(batch)), run))
+            bar.update(min(rows, len(part) - rows * (len(log_probs) - 1)))
+        host_log_probs = self.backend.fetch(log_probs)
         columns = {
             # What completed the last batch is at the end.
             name: torch.cat(values)[: len(part)].float().numpy()
-            for name, values in zip(self.reference_columns, zip(*fetched, strict=True), strict=True)
+            for name, values in zip(self.reference_columns, zip(*host_log_probs, strict=True), strict=True)
             # KTO losses without a KL term have none.
             if values[0] is not None
         }

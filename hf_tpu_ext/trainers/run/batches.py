@@ -270,7 +270,7 @@ class BatchesMixin(ImagesMixin):
             self.status.count(host_batch, batch["input_ids"].shape)
         if is_collated and "input_ids" in batch:
             # What was not padded before may be now, to the length of other processes.
-            dim, length = inputs.padded.get("input_ids", (1, inputs["input_ids"].shape[1]))
+            dim, length = inputs.columns_before.get("input_ids", (1, inputs["input_ids"].shape[1]))
             if length < (columns := batch["input_ids"].shape[dim]):
                 self.by_length.check_columns(length, columns)
         batch = {**batch, **self.data_by_length(inputs)}

@@ -285,14 +285,14 @@ class Chips:
 @contextmanager
 def _gathered_by(accelerator: Accelerator, gathers: dict[str, Callable]) -> Iterator[None]:
     """Within this context, these functions are the accelerator's methods of their names."""
-    kept = {name: vars(accelerator)[name] for name in gathers if name in vars(accelerator)}
+    before = {name: vars(accelerator)[name] for name in gathers if name in vars(accelerator)}
     vars(accelerator).update(gathers)
     try:
         yield
     finally:
         for name in gathers:
             del vars(accelerator)[name]
-        vars(accelerator).update(kept)
+        vars(accelerator).update(before)
 
 
 def rows_gathered(accelerator: Accelerator, rows: torch.Tensor) -> AbstractContextManager:

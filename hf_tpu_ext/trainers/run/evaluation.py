@@ -50,11 +50,11 @@ class CompiledEvaluation:
                 result = super().prediction_step(model, inputs, prediction_loss_only or writes, ignore_keys, **kwargs)
             if not writes:
                 return result
-            labels, written = (
+            labels, token_ids = (
                 inputs["labels"].to(self.args.device),
                 write_predictions(self.predicted_text, inputs, self.args),
             )
-            return result[0], written.to(self.args.device), labels
+            return result[0], token_ids.to(self.args.device), labels
         if self._made_ahead is not None:
             examples, result = self._made_ahead.popleft()
             self._examples_predicted = None if result[0] is None else examples
@@ -69,13 +69,13 @@ class CompiledEvaluation:
         result = self.evaluations.run(
             PREDICTION_STEP, inputs, partial(self._trace_prediction, model, **kwargs), ignore_keys=ignore_keys
         )
-        computed, added = count_rows(self.batch_under_way), find_added(inputs, self.batch_under_way)
+        computed_rows, added_columns = count_rows(self.batch_under_way), find_added(inputs, self.batch_under_way)
         if self.predicted_text is not None:
-            result, added = (
+            result, added_columns = (
                 (result[0], write_predictions(self.predicted_text, inputs, self.args), as_collated(inputs)["labels"]),
                 {},
             )
-        return result, self.count_examples(inputs), find_batch_size(inputs), computed, added
+        return result, self.count_examples(inputs), find_batch_size(inputs), computed_rows, added_columns
 
     def _trace_prediction(self, model, inputs, ignore_keys, **kwargs) -> tuple[Any, Any, Any]:
         with self.copies.not_made(), self._loss_in_prediction(inputs):
@@ -102,9 +102,9 @@ class CompiledEvaluation:
         # There the rows and columns that completed a batch are cut off.
         results, read = self.backend.fetch([result for result, *_ in predictions]), []
         are_text = bool(vars(self.args).get("predict_with_generate"))
-        for result, (_, examples, rows, computed, added) in zip(results, predictions, strict=True):
-            loss, logits, labels = (_first_rows(value, rows, computed) for value in result)
-            read.append((examples, (loss, *without_added(logits, labels, added, self.label_names, are_text))))
+        for result, (_, examples, rows, computed_rows, added_columns) in zip(results, predictions, strict=True):
+            loss, logits, labels = (_first_rows(value, rows, computed_rows) for value in result)
+            read.append((examples, (loss, *without_added(logits, labels, added_columns, self.label_names, are_text))))
         return read
 
     def predict(self, test_dataset, ignore_keys=None, metric_key_prefix="test", **kwargs):
@@ -145,10 +145,10 @@ class CompiledEvaluation:
                 self.evaluations.run(EVALUATION_STEP, inputs, add_loss, weight=torch.tensor(float(rows)))
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         self.gather_function = self.accelerator.gather_for_metrics
-        fetched = self.backend.fetch({"loss": sums.tensors, "metrics": self.logged_metrics("eval")})
-        self.take_metrics("eval", fetched["metrics"])
+        host_sums = self.backend.fetch({"loss": sums.tensors, "metrics": self.logged_metrics("eval")})
+        self.take_metrics("eval", host_sums["metrics"])
         metrics = {}
-        own = [fetched["loss"][name].item() for name in ("losses", "rows", "loss")]
+        own = [host_sums["loss"][name].item() for name in ("losses", "rows", "loss")]
         losses, rows, loss = self.backend.processes.total(own)
         if losses:
             metrics[f"{metric_key_prefix}_loss"] = loss / rows if rows else math.nan
@@ -213,12 +213,12 @@ class _PredictedAhead:
     """
     Dataloader that yields a batch when its prediction was read, together with those of other batches: `most` at once,
     by default as many as [`MOST_BYTES_HELD`] allows. What `predict` gives for a batch and `read` reads from the device
-    is put in `made`.
+    is put in `results`.
     """
 
-    def __init__(self, dataloader, made: deque, predict: Callable, read: Callable, most: int | None):
+    def __init__(self, dataloader, results: deque, predict: Callable, read: Callable, most: int | None):
         self._dataloader = dataloader
-        self._made = made
+        self._results = results
         self._predict = predict
         self._read = read
         self._most = most
@@ -232,30 +232,30 @@ class _PredictedAhead:
     def __iter__(self) -> Iterator[Any]:
         batches: list[Any] = []
         predictions: list[tuple[Any, int, int, int, dict]] = []
-        held = 0
+        held_bytes = 0
         for batch in self._dataloader:
             batches.append(batch)
             predictions.append(self._predict(inputs=batch))
             leaves = tree_leaves((batch, predictions[-1]))
-            held += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
-            if len(batches) == self._most or (self._most is None and held >= MOST_BYTES_HELD):
-                self._made.extend(self._read(predictions))
+            held_bytes += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+            if len(batches) == self._most or (self._most is None and held_bytes >= MOST_BYTES_HELD):
+                self._results.extend(self._read(predictions))
                 yield from map(as_collated, batches)
-                batches, predictions, held = [], [], 0
+                batches, predictions, held_bytes = [], [], 0
         if batches:
-            self._made.extend(self._read(predictions))
+            self._results.extend(self._read(predictions))
             yield from map(as_collated, batches)
 
 
-def _first_rows(value: Any, rows: int, computed: int) -> Any:
+def _first_rows(value: Any, rows: int, computed_rows: int) -> Any:
     """
-    The first of the `computed` rows of (nested) tensors, or of so many sequences for each, in float32 where they are of a shorter
+    The first of the `computed_rows` rows of (nested) tensors, or of so many sequences for each, in float32 where they are of a shorter
     floating-point type.
     """
     if isinstance(value, (list, tuple)):
-        return type(value)(_first_rows(item, rows, computed) for item in value)
+        return type(value)(_first_rows(item, rows, computed_rows) for item in value)
     if not isinstance(value, torch.Tensor):
         return value
-    if value.ndim and computed > rows and value.shape[0] % computed == 0:
-        value = value[: value.shape[0] // computed * rows]
+    if value.ndim and computed_rows > rows and value.shape[0] % computed_rows == 0:
+        value = value[: value.shape[0] // computed_rows * rows]
     return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value

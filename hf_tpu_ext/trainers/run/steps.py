@@ -126,8 +126,8 @@ class StepsMixin:
     def _forward_backward(self, model, inputs, num_items_in_batch) -> torch.Tensor:
         """The first stage of a micro-step."""
         data = self.steps.data
-        replayed = "rows_gathered" in data and self.steps.may_be_replayed
-        cut = rows_gathered(self.accelerator, data["rows_gathered"]) if replayed else nullcontext()
+        is_replayed = "rows_gathered" in data and self.steps.may_be_replayed
+        cut = rows_gathered(self.accelerator, data["rows_gathered"]) if is_replayed else nullcontext()
         with self.micro_steps_as_data(data), cut:
             return self._step_of_upstream(model, inputs, num_items_in_batch)
 
