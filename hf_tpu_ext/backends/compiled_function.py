@@ -106,11 +106,11 @@ class NothingElse:
 
 class CompiledFunction(ABC):
     """
-    A function of a state and of data, which runs as a compiled program: `compiled(data, run, **fixed)`.
+    A function of a state and of data, which runs as a compiled program: `compiled(data, run, **static_args)`.
 
     The state, which is declared, is written in place, and its buffers are given to the program. `data` is a dict, whose tensors are
-    on the device and differ from call to call; what else is in it, and `fixed`, is part of the program. The function is called as
-    `function(data, **fixed)` and returns nested tensors.
+    on the device and differ from call to call; what else is in it, and `static_args`, is part of the program. The function is called as
+    `function(data, **static_args)` and returns nested tensors.
 
     The first call of a kind and shape is traced, and later ones run by the handle of its program, and no Python of the function.
     Where the fingerprint has changed, it is traced anew.
