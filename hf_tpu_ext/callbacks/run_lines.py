@@ -89,9 +89,9 @@ class RunLines(TrainerCallback):
             return
         steps = state.global_step - self._first_step
         if self._backend.traces_steps and steps:
-            num_loaded = f" and {spent.loads} loaded" if spent.loads else ""
+            loads = f" and {spent.loads} loaded" if spent.loads else ""
             tqdm.write(
-                f"Trained {count(steps, 'step')}: {count(spent.compiles, 'graph')} compiled{num_loaded} in {spent.compile_seconds:.1f} s, "
+                f"Trained {count(steps, 'step')}: {count(spent.compiles, 'graph')} compiled{loads} in {spent.compile_seconds:.1f} s, "
                 f"{count(spent.executions, 'execution')} ({spent.replays} replayed), {count(spent.reads, 'device-to-host transfer')}, "
                 f"{count(spent.fallbacks, 'CPU fallback')} (including evaluation, logs and checkpoints)"
             )

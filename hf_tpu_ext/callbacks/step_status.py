@@ -179,8 +179,8 @@ class StepStatus(TrainerCallback):
 
     def count(self, batch: Mapping[str, Any], computed_shape: tuple[int, ...] | None = None) -> None:
         """
-        Count the tokens of a batch as the trainer has it, preferably on the host, which is `computed_shape` in that shape where
-        rows or columns were added to it. One without `input_ids` of shape `(batch, length)` is not counted.
+        Count the tokens of a batch as the trainer has it, preferably on the host. It is computed in the shape
+        `computed_shape` where rows or columns were added to it. One without `input_ids` of shape `(batch, length)` is not counted.
         """
         ids, mask = batch.get("input_ids"), batch.get("attention_mask")
         if ids is None:

@@ -116,7 +116,7 @@ class CacheWriter:
         return self.complete, self._per_shard, self._shards
 
     def _clear(self, announced_files: set[str]) -> None:
-        """Delete what is left of `announced_files` files that are not current, and announce those of this build."""
+        """Delete what is left of `announced_files` that are not current, and announce those of this build."""
         current = {shard.file for shard in self._shards.values()}
         for name in names_of_shards(len(self._keys), self._per_shard):
             if name not in announced_files and (self.directory / name).exists():

@@ -84,9 +84,9 @@ def lower(kernel: SplashAttention, directory: Path | None = None) -> dict[str, b
     key = hashlib.sha256(
         "\n".join([request, str(required_versions(*_PACKAGES)), _SCRIPT.read_text(encoding="utf-8")]).encode()
     )
-    cache_file = None if directory is None else directory / key.hexdigest()[:32]
-    if cache_file is not None and all((cache_file / f"{name}.pb").exists() for name in _PROGRAMS):
-        return {name: (cache_file / f"{name}.pb").read_bytes() for name in _PROGRAMS}
+    cache_dir = None if directory is None else directory / key.hexdigest()[:32]
+    if cache_dir is not None and all((cache_dir / f"{name}.pb").exists() for name in _PROGRAMS):
+        return {name: (cache_dir / f"{name}.pb").read_bytes() for name in _PROGRAMS}
     with tempfile.TemporaryDirectory() as name:
         exchange = Path(name)
         (exchange / "request.json").write_text(request, encoding="utf-8")
@@ -96,10 +96,10 @@ def lower(kernel: SplashAttention, directory: Path | None = None) -> dict[str, b
                 f"{kernel} cannot be lowered, attention='slices' does without it:\n{process.stderr[-2000:]}"
             )
         programs = {name: (exchange / f"{name}.pb").read_bytes() for name in _PROGRAMS}
-    if cache_file is not None:
+    if cache_dir is not None:
         # Where it cannot be written, kernels are lowered by each process, a second or two each.
         with suppress(OSError):
-            cache_file.mkdir(parents=True, exist_ok=True)
+            cache_dir.mkdir(parents=True, exist_ok=True)
             for name, program in programs.items():
-                write_atomically(cache_file / f"{name}.pb", program)
+                write_atomically(cache_dir / f"{name}.pb", program)
     return programs

@@ -26,8 +26,8 @@ _LEAST_SUMMED = 2048
 
 class Dots(TorchDispatchMode):
     """
-    Context that records in `results` the matrix products with weights and the results of kernels, or gives those `recorded_dots`
-    by an earlier context instead of computing them.
+    Context that records in `results` the matrix products with weights and the results of kernels, or gives `recorded_dots`,
+    those of an earlier context, instead of computing them.
     """
 
     _contexts: ClassVar[list["Dots"]] = []

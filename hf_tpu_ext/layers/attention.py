@@ -122,7 +122,7 @@ def _kinds_of_layers(model: PreTrainedModel) -> set[str]:
 
 def attention_to_load_with(attn_implementation: str | None, traces_steps: bool = True) -> tuple[str, list[str]]:
     """
-    Choose what a model is loaded with whose attention is replaced when it is placed, or kept where steps are not `traces_steps`, and
+    Choose what a model is loaded with whose attention is replaced when it is placed, or kept where `traces_steps` is false and
     the caller asked for the `attn_implementation`. Returns its name, and a line where the caller's choice has no effect.
     """
     if is_of_user(AttentionInterface(), attn_implementation):

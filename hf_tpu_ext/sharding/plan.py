@@ -115,7 +115,7 @@ class ShardingPlan:
     def state_bytes_per_chip(self, has_average: bool = False) -> int:
         """
         Bytes that stay on each chip between steps or are there at the end of one: weights, gradients, the two moments of
-        AdamW, and the average of the weights if they are `has_average`. Activations are not counted.
+        AdamW, and with `has_average` the average of the weights. Activations are not counted.
         """
         return sum(
             parameter.num_bytes // parameter.shards * (4 + has_average if parameter.trainable else 1)

@@ -392,9 +392,9 @@ class TPUSFTConfig(ImageArguments, PredictedTextArguments, ExtensionArguments, S
                 "ends jsd is another loss: leave kd_beta out and set kd_loss='forward_kl' or kd_loss='reverse_kl'."
             )
         if self.kd_teacher is None and self.kd_cache is None:
-            if changed_fields := self._changed_fields("kd_"):
+            if changed_field := self._changed_field("kd_"):
                 raise UserError(
-                    f"{changed_fields}={vars(self)[changed_fields]!r} has no effect without a teacher. Set kd_teacher=MODEL or "
+                    f"{changed_field}={vars(self)[changed_field]!r} has no effect without a teacher. Set kd_teacher=MODEL or "
                     "kd_cache=DIRECTORY, or leave it out."
                 )
             return
@@ -404,17 +404,17 @@ class TPUSFTConfig(ImageArguments, PredictedTextArguments, ExtensionArguments, S
                 "label_smoothing_factor out."
             )
 
-    def _changed_fields(self, prefix: str) -> str | None:
+    def _changed_field(self, prefix: str) -> str | None:
         """The first field with a prefix that is another than its default."""
         of_prefix = (field_ for field_ in fields(self) if field_.name.startswith(prefix))
         return next((field_.name for field_ in of_prefix if vars(self)[field_.name] != field_.default), None)
 
     def _check_quantization(self) -> None:
         if self.qat_weight_dtype is None:
-            if changed_fields := self._changed_fields("qat_"):
+            if changed_field := self._changed_field("qat_"):
                 raise UserError(
-                    f"{changed_fields}={vars(self)[changed_fields]!r} has no effect without qat_weight_dtype. Set that as well, for example "
-                    f"qat_weight_dtype='int4', or leave {changed_fields} out."
+                    f"{changed_field}={vars(self)[changed_field]!r} has no effect without qat_weight_dtype. Set that as well, for example "
+                    f"qat_weight_dtype='int4', or leave {changed_field} out."
                 )
             return
         if self.qat_group_size < 2:

@@ -254,13 +254,13 @@ class TPUTrainerMixin(
     @contextmanager
     def models_as_run(self) -> Iterator[None]:
         """Within this context models compute as they do in programs: what training, evaluation and predictions share."""
-        contexts = [self.model] if self.backend.traces_steps else []
+        models = [self.model] if self.backend.traces_steps else []
         rope = self.by_length.override_rope() if self.backend.static_shapes else nullcontext()
         with (
             rope,
             self.frozen_in_bfloat16(),
             self.chips.split_activations(self.model),
-            adapters_scaled_inside(contexts),
+            adapters_scaled_inside(models),
         ):
             yield
 

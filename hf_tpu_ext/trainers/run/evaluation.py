@@ -249,7 +249,7 @@ class _PredictedAhead:
 
 def _first_rows(value: Any, rows: int, computed_rows: int) -> Any:
     """
-    The first of the `computed_rows` rows of (nested) tensors, or of so many sequences for each, in float32 where they are of a shorter
+    The first of `computed_rows` rows of (nested) tensors, or of so many sequences for each, in float32 where they are of a shorter
     floating-point type.
     """
     if isinstance(value, (list, tuple)):

@@ -48,7 +48,7 @@ class Table:
     Attributes:
         size (`int`): How many places it has.
         place (`str`): What one is, e.g. `"the token id"`.
-        limit (`str`): What is known of it, e.g. `"the model's embedding has 64 rows"`.
+        limit (`str`): How many places it has, e.g. `"the model's embedding has 64 rows"`.
         fix (`str`): What to do about a place that is not in it.
         ignores (`bool`): Whether the loss leaves places of -100 out.
     """
