@@ -45,9 +45,8 @@ class CollatedBatch(dict):
     Attributes:
         length (`int`): How many columns upstream's collator gives it: those of its longest row.
         columns_before (`dict`): Along which dimension keys were padded, and how many columns they had before.
-        num_examples (`int`): How many examples it was made of. A pair is two rows, one after the chosen ones and one after the
-            rejected ones.
-        rows_of_example (`int`): And how many rows one example is.
+        rows_of_example (`int`): How many rows one example is. A pair is two, one after the chosen ones and one after the rejected
+            ones.
         num_tokens (`int`, *optional*): How many tokens upstream counts in it; `None` if it counts none.
     """
 
@@ -60,7 +59,6 @@ class CollatedBatch(dict):
         num_tokens: int | None = None,
     ):
         super().__init__(batch)
-        self.num_examples = num_examples
         self.rows_of_example = max(1, count_rows(batch) // max(1, num_examples))
         self.length = length
         self.columns_before = dict(columns_before)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -57,6 +58,28 @@ def test_compute_metrics_and_predict(runs, bf16):
     output = ours.predict(ours.eval_dataset)
     assert output.predictions.shape[0] == 10
     assert output.metrics["test_loss"] == pytest.approx(mine["eval_loss"], rel=1e-6)
+
+
+def own_dataloader(trainer):
+    """What accelerate does not know of: it takes every batch for a full one."""
+    dataloader = DataLoader(trainer.eval_dataset, batch_size=4, collate_fn=trainer.data_collator)
+    trainer.get_eval_dataloader = lambda dataset=None: dataloader
+
+
+@pytest.mark.parametrize("predicts", [False, True], ids=["loss", "predictions"])
+@pytest.mark.parametrize("source", ["streamed", "not dispatched", "own"])
+def test_a_short_last_batch_counts_as_upstream_counts_it(runs, source, predicts):
+    """10 rows in batches of 4: by its 2 rows where accelerate dispatches the batches of a stream, and else as a full one."""
+    kwargs = {"compute_metrics": accuracy, "preprocess_logits_for_metrics": most_likely} if predicts else {}
+    if source != "own":
+        kwargs["eval_dataset"] = runs.eval_dataset.to_iterable_dataset()
+    config = {"accelerator_config": {"dispatch_batches": False}} if source == "not dispatched" else {}
+    ours = runs.ours(train=False, kwargs=kwargs, **config)
+    stock = runs.trainer(SFTTrainer, runs.config(use_cpu=True, **config), **kwargs)
+    if source == "own":
+        own_dataloader(ours)
+        own_dataloader(stock)
+    assert ours.evaluate()["eval_loss"] == pytest.approx(stock.evaluate()["eval_loss"], rel=1e-5)
 
 
 def test_logits_come_back_in_float32(runs):

@@ -327,13 +327,6 @@ class RolloutMixin(RolloutCheckpoints):
         loss_only = True if self.backend.static_shapes else prediction_loss_only
         return super().evaluation_loop(dataloader, description, loss_only, *args, **kwargs)
 
-    def _rows_counted(self, inputs) -> int:
-        state = self.accelerator.gradient_state
-        # Upstream takes a batch of prompts for a full one, but for the last, by the number of prompts.
-        last, most = state.remainder if state.end_of_dataloader else 0, self.args.eval_batch_size
-        # Rows of all processes, of which this one has the next after those of the processes before it.
-        return min(max(last - self.backend.processes.row_shard * most, 0), most) if last > 0 else most
-
 
 def join_completions(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Prompts and completions one after the other: their tokens, and which of them are no padding."""

@@ -213,12 +213,6 @@ class BatchesMixin(ImagesMixin):
             self._say_padded(inputs)
         return inputs, rows, num_rows
 
-    def count_examples(self, inputs: Mapping[str, Any]) -> int:
-        """Number of examples of a batch as it came from the data, once it was sent. A pair is two rows and one example."""
-        if isinstance(inputs, CollatedBatch):
-            return inputs.num_examples
-        return count_rows(inputs) // self._rows_of_example["train" if self.model.training else "eval"]
-
     def _agree_on_shape(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Give a batch on the host the shape that those of other processes have: the greatest of their declared lengths."""
         rows = count_rows(batch)

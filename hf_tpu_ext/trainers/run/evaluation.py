@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import IterableDataset
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, has_length
 
@@ -31,13 +32,13 @@ class CompiledEvaluation:
     The part of [`TPUTrainerMixin`] that evaluates and predicts.
 
     On XLA the loss of an evaluation is summed on the device and read once, predictions are read for many batches at once, and
-    a batch counts by its own rows, whatever was added to complete it. On CUDA and CPU every method is upstream's.
+    a batch counts as upstream counts it, whatever was added to complete it. On CUDA and CPU every method is upstream's.
     """
 
     #: Predictions that were made and read ahead of upstream's loop, while it runs.
     _made_ahead: deque | None = None
-    #: Examples of the batch that upstream's loop is at, until it has counted the batch's loss; `None` afterwards.
-    _examples_predicted: int | None = None
+    #: How often the loss counts of the batch that upstream's loop is at, until it has counted it; `None` afterwards.
+    _loss_counts: int | None = None
     #: Writes predictions, where they are text.
     predicted_text: TextGeneration | None = None
     #: What cuts predictions down on the device, while they are made.
@@ -56,15 +57,15 @@ class CompiledEvaluation:
             )
             return result[0], token_ids.to(self.args.device), labels
         if self._made_ahead is not None:
-            examples, result = self._made_ahead.popleft()
-            self._examples_predicted = None if result[0] is None else examples
+            times, result = self._made_ahead.popleft()
+            self._loss_counts = None if result[0] is None else times
             return result
         return self._read_predictions([self._predict(model, inputs, ignore_keys, **kwargs)])[0][1]
 
     def _predict(self, model, inputs, ignore_keys, **kwargs) -> tuple[Any, int, int, int, dict]:
         """
-        What upstream predicts of a batch, on the device; its examples, its rows, the rows that were computed, and columns that
-        were added.
+        What upstream predicts of a batch, on the device; how often its loss counts, its rows, the rows that were computed, and
+        columns that were added.
         """
         result = self.evaluations.run(
             PREDICTION_STEP, inputs, partial(self._trace_prediction, model, **kwargs), ignore_keys=ignore_keys
@@ -75,7 +76,7 @@ class CompiledEvaluation:
                 (result[0], write_predictions(self.predicted_text, inputs, self.args), as_collated(inputs)["labels"]),
                 {},
             )
-        return result, self.count_examples(inputs), find_batch_size(inputs), computed_rows, added_columns
+        return result, self._times_counted(inputs), find_batch_size(inputs), computed_rows, added_columns
 
     def _trace_prediction(self, model, inputs, ignore_keys, **kwargs) -> tuple[Any, Any, Any]:
         with self.copies.not_made(), self._loss_in_prediction(inputs):
@@ -102,9 +103,9 @@ class CompiledEvaluation:
         # There the rows and columns that completed a batch are cut off.
         results, read = self.backend.fetch([result for result, *_ in predictions]), []
         are_text = bool(vars(self.args).get("predict_with_generate"))
-        for result, (_, examples, rows, computed_rows, added_columns) in zip(results, predictions, strict=True):
+        for result, (_, times, rows, computed_rows, added_columns) in zip(results, predictions, strict=True):
             loss, logits, labels = (_first_rows(value, rows, computed_rows) for value in result)
-            read.append((examples, (loss, *without_added(logits, labels, added_columns, self.label_names, are_text))))
+            read.append((times, (loss, *without_added(logits, labels, added_columns, self.label_names, are_text))))
         return read
 
     def predict(self, test_dataset, ignore_keys=None, metric_key_prefix="test", **kwargs):
@@ -139,10 +140,10 @@ class CompiledEvaluation:
         add_loss = partial(self._add_loss, model, sums)
         with self.evaluations.under_way(model, sums):
             for inputs in dataloader:
-                rows = self._rows_counted(inputs)
-                num_samples += rows
-                # The row count is sent as data, for the last batch to be the same program.
-                self.evaluations.run(EVALUATION_STEP, inputs, add_loss, weight=torch.tensor(float(rows)))
+                num_samples += find_batch_size(inputs) or 0
+                # It is sent as data, for the last batch to be the same program.
+                weight = torch.tensor(float(self._times_counted(inputs)))
+                self.evaluations.run(EVALUATION_STEP, inputs, add_loss, weight=weight)
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         self.gather_function = self.accelerator.gather_for_metrics
         host_sums = self.backend.fetch({"loss": sums.tensors, "metrics": self.logged_metrics("eval")})
@@ -158,14 +159,26 @@ class CompiledEvaluation:
             num_samples = len(dataset)
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=num_samples)
 
-    def _rows_counted(self, inputs: Any) -> int:
-        """How often the loss of a batch counts in the mean of an evaluation."""
-        return find_batch_size(inputs)
+    def _times_counted(self, inputs: Any) -> int:
+        """
+        How often the loss of a batch, as it came from the data, counts in the mean of an evaluation. Upstream repeats it for a full
+        batch, of which accelerate leaves the rows that it knows the last one to have.
+        """
+        state, most = self.accelerator.gradient_state, self.args.eval_batch_size
+        if not state.end_of_dataloader:
+            return most
+        if state.remainder < 0 and self.accelerator.dispatch_batches is not False:
+            # Streamed rows, which are not dispatched here, and whose last batch accelerate counts where it dispatches them.
+            streamed = isinstance(state.active_dataloader.dataset, IterableDataset)
+            return min(find_batch_size(inputs), most) if streamed else most
+        # Rows of all processes, of which this one has the next after those of the processes before it.
+        own = state.remainder - self.backend.processes.row_shard * most
+        return min(max(own, 0), most) if state.remainder > 0 else most
 
     def _add_loss(self, model, sums: DeviceSums, inputs, weight: torch.Tensor) -> None:
         loss, _, _ = self.prediction_step(model, inputs, prediction_loss_only=True)
         if loss is not None:
-            # Like upstream: a batch counts by its rows, and losses that are not finite are left out.
+            # Like upstream: losses that are not finite are left out.
             finite = torch.isfinite(loss)
             sums.add(
                 loss=torch.where(finite, loss.float() * weight, torch.zeros_like(weight)),
@@ -191,7 +204,7 @@ class CompiledEvaluation:
             most = 1 if self.args.batch_eval_metrics or several else self.args.eval_accumulation_steps
             dataloader = _PredictedAhead(dataloader, self._made_ahead, predict, self._read_predictions, most)
             # Upstream asks the dataloader which batch is the last one and has fewer rows. It may have been asked for by now.
-            self.gather_function = self.accelerator.gather_for_metrics if several else self._own_examples
+            self.gather_function = self.accelerator.gather_for_metrics if several else self._as_counted
         try:
             with replaying:
                 output = super().evaluation_loop(dataloader, *arguments)
@@ -202,11 +215,11 @@ class CompiledEvaluation:
         self.take_metrics("eval", self.backend.fetch(self.logged_metrics("eval")))
         return output
 
-    def _own_examples(self, value: Any) -> Any:
-        """The loss, which upstream repeats for every example of a full batch, for the examples that there are."""
-        examples, self._examples_predicted = self._examples_predicted, None
+    def _as_counted(self, value: Any) -> Any:
+        """The loss, which upstream repeats for a full batch, as often as it counts."""
+        times, self._loss_counts = self._loss_counts, None
         # Of a batch, upstream gathers the loss first. Of all else the rows are there that there are.
-        return value if examples is None else value[:examples]
+        return value if times is None else value[:times]
 
 
 class _PredictedAhead:
