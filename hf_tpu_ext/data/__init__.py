@@ -17,6 +17,7 @@ from .static_shapes import (
     pad_rows,
     pad_value_of,
 )
+from .wrapped import WrappedCollator
 
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "ShapeGuard",
     "StaticShapeCollator",
     "TokenWaste",
+    "WrappedCollator",
     "as_collated",
     "batch_lengths",
     "count_all",

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
+from .wrapped import WrappedCollator
 
 
 PAD_VALUES: dict[str, int] = {
@@ -90,7 +91,7 @@ def _setting(text: str, config_name: str | None) -> str:
     return f"`{text}`" if config_name is None else f"`{config_name}({text})`"
 
 
-class StaticShapeCollator:
+class StaticShapeCollator(WrappedCollator):
     """
     Wraps any data collator and pads its batches on the right to the smallest declared length that fits.
 
@@ -144,18 +145,7 @@ class StaticShapeCollator:
         self.count_tokens = count_tokens
         self.adds_mask = adds_mask
         self.decodes = decodes
-        # The last one: what is set from now on and is not here is the collator's.
         self.collator = collator
-
-    # Upstream saves the tokenizer of a collator, and callbacks change its settings, for instance `mlm_probability`.
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.collator, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        here = "collator" not in vars(self) or name in vars(self)
-        object.__setattr__(self if here else self.collator, name, value)
 
     def __call__(self, examples: list) -> CollatedBatch:
         """Collates `examples` and pads the `(batch, length, ...)` tensors; `ValueError` if no length fits."""

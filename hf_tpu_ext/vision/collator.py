@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..data import CollatedBatch, count_rows
+from ..data import CollatedBatch, WrappedCollator, count_rows
 from ..errors import UserError
 from .families import ImageFamily
 
@@ -23,7 +23,7 @@ def count_images(example: Mapping[str, Any]) -> int:
     return len(example.get("images") or ())
 
 
-class ImageCollator:
+class ImageCollator(WrappedCollator):
     """
     Wraps a collator that yields batches of a declared length with images as upstream's processor makes them, and lays these out by
     rows, see [`ImageFamily`].
@@ -58,8 +58,10 @@ class ImageCollator:
         max_length: int,
         text_field: str = "text",
     ):
-        self.collator, self.family, self.room, self.tokenizer = collator, family, room, tokenizer
-        self.config_name, self.max_length, self.text_field = config_name, max_length, text_field
+        self.family, self.room, self.tokenizer = family, room, tokenizer
+        # Upstream's collator has a `max_length`, too.
+        self.config_name, self._max_length, self.text_field = config_name, max_length, text_field
+        self.collator = collator
 
     def __call__(self, examples: list) -> CollatedBatch:
         """Collates `examples`; `ValueError` for a row whose images do not go together with its text, or have no room."""
@@ -96,7 +98,7 @@ class ImageCollator:
                         f"Row {row} of the batch, with {count_images(example)} images{f' ({paths[0][:120]}, ...)' if paths else ''} and "
                         f"the text {text!r}, is refused by upstream: {type(error).__name__}: {error}. Correct the row, or leave it out "
                         "with dataset.filter. Where max_length cuts off tokens of its images, truncate less, for example "
-                        f"{self.config_name}(max_length={2 * self.max_length})."
+                        f"{self.config_name}(max_length={2 * self._max_length})."
                     ) from error
             raise
 
@@ -107,7 +109,7 @@ class ImageCollator:
                 raise UserError(
                     f"Row {row} of the batch has {tokens} of the {num_needed} image tokens that its images make: max_length cuts off the "
                     f"others{self._text_of(input_ids[row])}. Truncate less, with room for {num_needed} and the text, for example "
-                    f"{self.config_name}(max_length={self.max_length + num_needed - tokens + 64}), or make the images smaller."
+                    f"{self.config_name}(max_length={self._max_length + num_needed - tokens + 64}), or make the images smaller."
                 )
             if tokens > num_needed:
                 raise UserError(

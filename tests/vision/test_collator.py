@@ -50,6 +50,15 @@ def test_batches_have_one_shape_whatever_their_images(family):
     assert PIXELS not in collate([make_row(), make_row()])
 
 
+def test_settings_of_the_collator_are_upstreams(family):
+    """Read and set through both collators around it."""
+    collate = make_collator(family, room=8)
+    upstream = collate.collator.collator
+    assert collate.processor is upstream.processor
+    collate.max_length = 95
+    assert upstream.max_length == 95 and collate.max_length == 95
+
+
 def test_image_tokens_that_are_cut_off(family):
     row = make_row(picture(), picture(), picture())
     with pytest.raises(

@@ -10,11 +10,10 @@ import torch
 from ...backends.compiled_function import describe_batch
 from ...backends.folded_numbers import describe_number
 from ...backends.insight import SourceLine
-from ...data import StaticShapeCollator
+from ...data import WrappedCollator
 from ...step.fingerprint import Fingerprint
 from ...step.optimizer import LazyAdamW
 from ...step.running_code import is_known
-from ...vision.collator import ImageCollator
 from ...vision.families import PIXELS
 from ...watch.compilations import ProgramWatch
 from ...watch.recompile_cause import Dependencies
@@ -96,7 +95,7 @@ class WatchMixin:
     def _name_collator(self) -> str:
         """The collator that the user gave, or has put in its place since."""
         collator = self.data_collator
-        while isinstance(collator, partial | ImageCollator | StaticShapeCollator):
+        while isinstance(collator, partial | WrappedCollator):
             collator = collator.func if isinstance(collator, partial) else collator.collator
         return _describe_code(collator if inspect.isroutine(collator) else type(collator))
 
