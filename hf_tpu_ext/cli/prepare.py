@@ -2,9 +2,11 @@
 
 import argparse
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from ..errors import UserError
+from ..installing import install_command
 
 
 TINY = """\
@@ -68,8 +70,10 @@ def _run_vision(args: argparse.Namespace) -> int:
     try:
         from ..examples.tiny_vision import make_vision_model, write_digits
     except ImportError as error:
+        # With [tpu], for pip to choose a torchvision for the torch of torch_xla, and not the newest with a torch of its own.
+        extras = "images" if find_spec("torch_xla") is None else "tpu,images"
         raise UserError(
-            f"--model_type {args.model_type} takes images, and needs {error.name}: pip install pillow torchvision"
+            f"--model_type {args.model_type} takes images, and needs {error.name}: {install_command(extras)}"
         ) from error
     _check_is_own(args.output_dir, {"model", "data"})
     print(f"Model in {make_vision_model(args.output_dir / 'model', args.model_type)}")

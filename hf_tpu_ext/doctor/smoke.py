@@ -9,10 +9,7 @@ from .watched import WatchedProcess
 
 #: What is tried, in this order.
 PHASES = ("runtime", "data", "forward", "backward", "step", "gradient sync", "save", "resume", "export")
-_FIXES = {
-    "runtime": "A TPU that another process holds makes it wait: see the lines on the TPU above",
-    "save": "Look at the room on the disk of TMPDIR",
-}
+_FIXES = {"save": "Look at the room on the disk of TMPDIR"}
 
 
 @dataclass

@@ -102,7 +102,8 @@ class WatchedProcess:
             if len(lines) > number:
                 check = Check(**json.loads(lines[number]))
             else:
-                text, fix = f"nothing happened for {self.patience:.0f} s", "Try again; a machine that is busy is slow"
+                text = f"nothing happened for {self.patience:.0f} s"
+                fix = "Try again: a machine that is busy is slow, and a TPU that another process holds makes it wait"
                 if deadline == self.ends:
                     text = "the time was over"
                 if has_ended:

@@ -1,6 +1,8 @@
 """`hf-tpu prepare`."""
 
 import argparse
+import re
+import sys
 
 import pytest
 from datasets import load_dataset
@@ -8,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_tpu_ext.cli import prepare
 from hf_tpu_ext.examples import tiny_vision
+from hf_tpu_ext.installing import install_command
 
 
 def run(*argv: str) -> int:
@@ -32,6 +35,15 @@ def test_tiny_makes_a_model_that_sees_and_pictures(tmp_path):
     rows = load_dataset(str(tmp_path / "data"))["test"]
     assert len(rows) == 64 and rows[0]["images"][0].size == (56, 56)
     assert set(prepare.VISION) == set(tiny_vision.FAMILIES)
+
+
+@pytest.mark.parametrize(("with_xla", "extras"), [(True, "tpu,images"), (False, "images")])
+def test_what_pictures_need_leaves_the_torch_of_torch_xla(tmp_path, monkeypatch, with_xla, extras):
+    monkeypatch.setattr(prepare, "find_spec", lambda name: name if with_xla else None)
+    monkeypatch.delitem(sys.modules, "hf_tpu_ext.examples.tiny_vision")
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ValueError, match=re.escape(install_command(extras))):
+        run("tiny", "--output_dir", str(tmp_path), "--model_type", "smolvlm")
 
 
 @pytest.mark.parametrize("other", ["train.py", None])

@@ -74,6 +74,18 @@ time.sleep(600)
         pytest.fail("the worker goes on")
 
 
+@pytest.mark.parametrize(
+    ("script", "fix"),
+    [
+        ("raise ImportError('undefined symbol: _ZN5torch')", "--force-reinstall"),
+        ("time.sleep(600)", "a TPU that another"),
+    ],
+)
+def test_a_runtime_that_does_not_come_up(script, fix):
+    (check,) = SmokeTest((sys.executable, "-c", f"import time; {script}"), patience=1.0).run()
+    assert (check.name, check.status) == ("runtime", "failed") and fix in check.fix
+
+
 def test_a_phase_that_fails_is_the_last():
     checks, _ = watch("tick('forward', 'failed', 'do this'); time.sleep(600)")
     assert (checks[-1].name, checks[-1].fix) == ("forward", "do this")

@@ -110,6 +110,18 @@ def test_the_extras_exclude_each_other():
     assert all(allowed) and not allowed[0] & allowed[1]
 
 
+def test_every_extra_allows_a_compressed_tensors_for_the_torch_of_torch_xla():
+    """Newer ones need torch 2.10, and pip would replace torch 2.9 by it."""
+    setup = ConfigParser()
+    setup.read(Path(__file__).parents[2] / "setup.cfg")
+    extras = [
+        Requirement(line) for extra in setup["options.extras_require"].values() for line in extra.split("\n") if line
+    ]
+    ranges = [each.specifier for each in extras if each.name == "compressed-tensors"]
+    assert len(ranges) == 2
+    assert all([*each.filter(["0.15.0.1", "0.16.0", "0.20.0"])] == ["0.15.0.1"] for each in ranges)
+
+
 def test_an_old_python():
     check = examine({}, python="3.10.2")["python"]
     assert check.status == "failed"
