@@ -86,12 +86,25 @@ class CompiledProgram:
     @property
     def excess_bytes(self) -> int | None:
         """By how much it does not fit, where the compiler says it."""
-        match = re.search(r"Exceeded hbm capacity by ([\d.]+)([KMGT])", self.error or "")
+        return self._read_bytes("Exceeded hbm capacity by")
+
+    def _read_bytes(self, words: str) -> int | None:
+        """The size that the compiler's error has after some words."""
+        match = re.search(rf"\b{words}\s+([\d.]+)([KMGT])", self.error or "")
         return None if match is None else round(float(match[1]) * 2 ** (10 * " KMGT".index(match[2])))
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes of a chip's memory by what holds them, of this program alone, in the order of the page."""
+        """
+        Bytes of a chip's memory by what holds them, of this program alone, in the order of the page. Where the compiler refuses
+        the program, what it says of them, which may be nothing.
+        """
+        if self.error is not None:
+            sizes = {
+                "weights, state and batch": self._read_bytes("arguments"),
+                "activations and code": self._read_bytes("program"),
+            }
+            return {name: num_bytes for name, num_bytes in sizes.items() if num_bytes is not None}
         of_arguments = {role: self.arguments.get(role, 0) for role in (*RESIDENT, "batch")}
         of_arguments |= {role: self.arguments[role] for role in OF_GENERATION if self.arguments.get(role)}
         return of_arguments | {

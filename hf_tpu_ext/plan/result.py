@@ -124,31 +124,37 @@ class Plan:
             return None
         return self.peak_bytes <= self.topology.chip.memory_bytes
 
-    @property
-    def excess_bytes(self) -> int | None:
-        """By how much a chip has too little, where the compiler refused a program and says it."""
-        excesses = (program.excess_bytes for program in self.programs)
-        return max((excess for excess in excesses if excess is not None), default=None)
-
     def parts(self, program: CompiledProgram) -> dict[str, int]:
         """
         What a chip holds while a compiled program runs, in bytes, as [`CompiledProgram.parts`]: its own, what stays on the
         chip although this program does not use it (the optimizer's state during a micro-step), and the code of all
-        programs.
+        programs. While one runs that the compiler refuses, what it says.
         """
+        if program.error is not None:
+            return program.parts
         resident = {role: max(other.parts[role] for other in self.compiled_programs) for role in RESIDENT}
         code = sum(other.parts["generated code"] for other in self.compiled_programs)
         return program.parts | resident | {"generated code": code}
 
     @property
     def largest(self) -> CompiledProgram | None:
-        """The compiled program during which a chip holds most."""
-        return max(self.compiled_programs, key=lambda program: sum(self.parts(program).values()), default=None)
+        """The program during which a chip holds most, which is one that does not fit, if there is one; `None` if it is not known."""
+        refused = [program for program in self.programs if program.out_of_memory]
+        if refused:
+            return max(refused, key=lambda program: program.excess_bytes or 0)
+        if len(self.compiled_programs) < len(self.programs):
+            return None
+        return max(self.programs, key=lambda program: sum(self.parts(program).values()), default=None)
 
     @property
     def peak_bytes(self) -> int | None:
-        """Most that a chip holds."""
-        return None if self.largest is None else sum(self.parts(self.largest).values())
+        """Most that a chip holds, or where the compiler refused a program and says it, would hold."""
+        if self.largest is None:
+            return None
+        if self.largest.error is None:
+            return sum(self.parts(self.largest).values())
+        excess = self.largest.excess_bytes
+        return None if excess is None else self.topology.chip.memory_bytes + excess
 
     @property
     def longest(self) -> list[tuple[CompiledProgram, int]]:

@@ -152,8 +152,7 @@ def _meshes(topology: Topology) -> list[str]:
 def _as_trial(settings: dict[str, str], plan: Plan) -> Trial:
     errors = [program.error for program in plan.programs if program.error is not None]
     if errors:
-        num_bytes = None if plan.excess_bytes is None else plan.topology.chip.memory_bytes + plan.excess_bytes
-        return Trial(settings, plan.fits, num_bytes, error=errors[0])
+        return Trial(settings, plan.fits, plan.peak_bytes, error=errors[0])
     if not plan.programs:
         return Trial(settings, None, error="; ".join(plan.unknown))
     return Trial(settings, plan.fits, plan.peak_bytes, plan.step.seconds[1], plan.tokens_per_second)

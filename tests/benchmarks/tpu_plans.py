@@ -486,7 +486,7 @@ def make_row(case: Case, planned: dict) -> str:
     """Write the row of a run."""
     derived, program = planned["derived"], planned["programs"][-1]
     cells = [case.model, case.title, case.topology, f"{program['cpu_seconds']:.0f}"]
-    if derived["parts"] is None:
+    if program["error"] is not None:
         cells += ["no", program["error"].split(". ")[0].replace("|", "/"), *[""] * 4]
     else:
         parts = derived["parts"]
