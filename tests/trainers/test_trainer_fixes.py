@@ -12,6 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from fixes import assert_fixes, refusal
+from peft import LoraConfig, ShiraConfig, get_peft_model
 from preference import Case, rows_for, trainer_for
 from rollouts import Case as RolloutCase
 from rollouts import trainer_for as rollout_trainer_for
@@ -28,6 +29,7 @@ from hf_tpu_ext.trainers.checks.datasets import check_columns_are_text, check_da
 from hf_tpu_ext.trainers.checks.fields import adapt
 from hf_tpu_ext.trainers.checks.preferences import check_preferences
 from hf_tpu_ext.trainers.checks.settings import check_architecture
+from hf_tpu_ext.trainers.checks.upstream import check_adapter
 from hf_tpu_ext.trainers.online.checkpoints import RolloutCheckpoints
 from hf_tpu_ext.trainers.online.checks import check_rollouts
 from hf_tpu_ext.trainers.run.chips import Chips
@@ -124,6 +126,16 @@ def test_columns_of_text(runs):
     check(dataset=dataset.rename_column("question", "text"))
     empty = Dataset.from_list([{"text": "a"}, {"text": None}])
     check(dataset=eval(expression(refusal(check, {"dataset": empty})), {"dataset": empty}))
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["config", "model"])
+def test_adapters_of_sparse_tensors(tiny_model, wrapped):
+    """Each of the adapters of a model, or that which a trainer would add to it."""
+    model, config = AutoModelForCausalLM.from_pretrained(tiny_model), ShiraConfig(r=2, target_modules=["q_proj"])
+    given = {"model": get_peft_model(model, config)} if wrapped else {"model": model, "peft_config": config}
+    message = refusal(lambda **settings: check_adapter(settings), given)
+    assert "peft_config=LoraConfig(...)" in message and "use_cpu=True" in message
+    check_adapter({"model": model, "peft_config": LoraConfig(target_modules=["q_proj"])})
 
 
 def test_columns_of_images():
