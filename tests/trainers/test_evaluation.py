@@ -255,6 +255,26 @@ def test_metrics_are_computed_of_upstreams_columns(general, preprocess, settings
             np.testing.assert_allclose(value, reference, rtol=1e-4, atol=1e-5)
 
 
+def test_float16_stays(general):
+    """Targets of a regression that a collator of the user's gives in float16 are in it for metrics, and the loss is upstream's."""
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(BertConfig(vocab_size=64, num_labels=1, **shape))
+    rows = Dataset.from_list([{"input_ids": [*range(1, 6)], "labels": index / 7} for index in range(10)])
+
+    def collate(examples):
+        batch = default_data_collator(examples)
+        return {**batch, "labels": batch["labels"].half()}
+
+    ours, stock = (
+        general(cls, model=copy.deepcopy(model), collator=collate).predict(rows) for cls in (TPUTrainer, Trainer)
+    )
+    assert ours.label_ids.dtype == stock.label_ids.dtype == np.float16
+    assert ours.predictions.dtype == stock.predictions.dtype == np.float32
+    np.testing.assert_array_equal(ours.label_ids, stock.label_ids)
+    assert ours.metrics["test_loss"] == pytest.approx(stock.metrics["test_loss"], rel=1e-5)
+
+
 @pytest.mark.torch_xla
 def test_classes_are_no_columns(runs):
     """As many of a row as it is padded to, and the hidden states of its tokens."""

@@ -262,8 +262,8 @@ class _PredictedAhead:
 
 def _first_rows(value: Any, rows: int, computed_rows: int) -> Any:
     """
-    The first of `computed_rows` rows of (nested) tensors, or of so many sequences for each, in float32 where they are of a shorter
-    floating-point type.
+    The first of `computed_rows` rows of (nested) tensors, or of so many sequences for each. What is of bfloat16, as all that
+    autocast computes, is in float32, as upstream has it. Float16 is the model's or the labels' own.
     """
     if isinstance(value, (list, tuple)):
         return type(value)(_first_rows(item, rows, computed_rows) for item in value)
@@ -271,4 +271,4 @@ def _first_rows(value: Any, rows: int, computed_rows: int) -> Any:
         return value
     if value.ndim and computed_rows > rows and value.shape[0] % computed_rows == 0:
         value = value[: value.shape[0] // computed_rows * rows]
-    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+    return value.float() if value.dtype == torch.bfloat16 else value
