@@ -139,9 +139,9 @@ class Plan:
     @property
     def largest(self) -> CompiledProgram | None:
         """The program during which a chip holds most, which is one that does not fit, if there is one; `None` if it is not known."""
-        refused = [program for program in self.programs if program.out_of_memory]
-        if refused:
-            return max(refused, key=lambda program: program.excess_bytes or 0)
+        out_of_memory = [program for program in self.programs if program.out_of_memory]
+        if out_of_memory:
+            return max(out_of_memory, key=lambda program: program.excess_bytes or 0)
         if len(self.compiled_programs) < len(self.programs):
             return None
         return max(self.programs, key=lambda program: sum(self.parts(program).values()), default=None)

@@ -169,8 +169,8 @@ class CompiledEvaluation:
             return most
         if state.remainder < 0 and self.accelerator.dispatch_batches is not False:
             # Streamed rows, which are not dispatched here, and whose last batch accelerate counts where it dispatches them.
-            streamed = isinstance(state.active_dataloader.dataset, IterableDataset)
-            return min(find_batch_size(inputs), most) if streamed else most
+            is_streamed = isinstance(state.active_dataloader.dataset, IterableDataset)
+            return min(find_batch_size(inputs), most) if is_streamed else most
         # Rows of all processes, of which this one has the next after those of the processes before it.
         own = state.remainder - self.backend.processes.row_shard * most
         return min(max(own, 0), most) if state.remainder > 0 else most
