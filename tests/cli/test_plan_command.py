@@ -15,8 +15,8 @@ from hf_tpu_ext.installing import install_command
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     """
-    Directory with data and models without weights: a tiny one, one that is too large for a chip, and one whose
-    configuration does not name its class.
+    Directory with data and models without weights: a tiny one, one that is too large for a chip, one whose
+    configuration does not name its class, and one without a tokenizer.
     """
     directory = tmp_path_factory.mktemp("planned")
     make_arithmetic(directory / "data")
@@ -34,6 +34,7 @@ def prepared(tmp_path_factory):
     config.save_pretrained(directory / "large")
     make_tokenizer(directory / "nameless")
     AutoConfig.for_model("qwen3").save_pretrained(directory / "nameless")
+    AutoConfig.for_model("llama", architectures=["LlamaForCausalLM"]).save_pretrained(directory / "tokenless")
     return directory
 
 
@@ -188,6 +189,10 @@ BAD_INPUT = {
     "architectures": (
         ["--seq_lengths", "64", "--model_name_or_path", "{prepared}/nameless"],
         ['"architectures": ["', "config.json"],
+    ),
+    "tokenizer": (
+        ["--seq_lengths", "64", "--model_name_or_path", "{prepared}/tokenless"],
+        ["tokenless", "hf-tpu prepare tiny --output_dir tiny; cp tiny/model/tok* DIRECTORY"],
     ),
 }
 # A plan changes what its process trains on, so that this is another one; and one for all, since it takes seconds to start.
