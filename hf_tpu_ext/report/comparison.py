@@ -46,7 +46,9 @@ def compare_runs(runs: Sequence[Run], prices: Mapping[str, Price]) -> Report:
         all_rows=True,
     )
     columns = ["", *(run.name for run in runs)]
-    speed = Section("Time of a step", tables=[Table(columns, _compare([time_of_step(run) for run in runs], True))])
+    speed = Section(
+        "Mean time of a step", tables=[Table(columns, _compare([time_of_step(run) for run in runs], True))]
+    )
     if can_draw() and all(map(time_in_phases, runs)):
         speed.figures.append(draw_shares("Where the time went", {run.name: time_in_phases(run) for run in runs}))
     sections = [

@@ -56,7 +56,7 @@ def headline(run: Run, prices: Mapping[str, Price]) -> dict[str, str]:
     numbers["time"] = format_seconds(run.seconds)
     for name, key, words in (
         ("tokens / s", "tokens_per_second", format_number),
-        ("time of a step", "step_time", format_seconds),
+        ("median time of a step", "step_time", format_seconds),
         ("MFU", "mfu", lambda share: f"{format_number(100 * share)} %"),
     ):
         if (middle := run.middle(key)) is not None:

@@ -41,7 +41,7 @@ class ProgramEvent:
         step (`int`, *optional*):
             Optimizer step under way, from 1; `None` before the first.
         kind (`str`):
-            What it does, e.g. `"training step"`.
+            What it does, e.g. `"training step"`; `"other graph"` is of a log, of samples or of the state of the optimizer.
         shape (`tuple[int, ...]`):
             Shape of its batch; empty where it has none.
         seconds (`float`):

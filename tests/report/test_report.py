@@ -33,7 +33,7 @@ def test_headline(write_run, tmp_path):
         "steps": "40 of 40",
         "time": "1 h 0 min",
         "tokens / s": "5,000",
-        "time of a step": "20 ms",
+        "median time of a step": "20 ms",
         "MFU": "40 %",
         "padding": "29.0 %",
         "compilations": "1 in 2 s",
@@ -215,7 +215,9 @@ def test_steps_far_apart_are_readable(write_run, tmp_path):
 def test_time_by_phase(write_run, tmp_path):
     runs = [write_run(tmp_path / name) for name in "ab"]
     markdown = make_report(runs, tmp_path).with_suffix(".md").read_text()
-    assert "## Time of a step" in markdown and "| data | 20 ms | 20 ms |" in markdown and "| eval |" not in markdown
+    assert (
+        "## Mean time of a step" in markdown and "| data | 20 ms | 20 ms |" in markdown and "| eval |" not in markdown
+    )
     page = make_report(runs[:1])
     assert 'alt="Where the time went"' in page.read_text()
     # Means over the same steps, which can be compared and add up.
