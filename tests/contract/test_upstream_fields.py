@@ -1,5 +1,7 @@
 """Every field of upstream's arguments has an answer in the table of `trainers/checks/fields.py`."""
 
+import inspect
+import re
 from dataclasses import fields
 
 import pytest
@@ -9,7 +11,9 @@ from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from trl import (
     DistillationConfig,
     DPOConfig,
+    DPOTrainer,
     GRPOConfig,
+    GRPOTrainer,
     KTOConfig,
     RewardConfig,
     RLOOConfig,
@@ -17,7 +21,7 @@ from trl import (
 )
 
 from hf_tpu_ext.trainers.checks.answers import Place, default_of
-from hf_tpu_ext.trainers.checks.fields import FIELDS, WITHOUT_EFFECT, adapt
+from hf_tpu_ext.trainers.checks.fields import FIELDS, LOSSES, WITHOUT_EFFECT, adapt
 
 
 CONFIGS = [
@@ -62,6 +66,13 @@ def test_a_field_works_or_does_not():
     assert len(works) == len(set(works))
     others = {name for row in FIELDS if row.answer in ("replaced", "no effect") for name in row.names.split()}
     assert not others & set(works)
+
+
+@pytest.mark.parametrize(("cls", "config"), [(DPOTrainer, DPOConfig), (GRPOTrainer, GRPOConfig)])
+def test_names_of_losses(cls, config):
+    compared = re.findall(r"\bloss_type (?:==|in) (.*):", inspect.getsource(cls._compute_loss))
+    names = {name for words in compared for name in re.findall(r'"(\w+)"', words)}
+    assert names == set(LOSSES[config]), "trainers/checks/fields.py, LOSSES"
 
 
 @pytest.mark.parametrize("cls", CONFIGS)

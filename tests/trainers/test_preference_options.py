@@ -259,6 +259,7 @@ def test_gradients_of_kto_in_bfloat16(xla, models):
         (dpo(sync_ref_model=True, ref_model_sync_steps=0), ["ref_model_sync_steps=0", "sync_ref_model=False"]),
         (Case("dpo", {"sync_ref_model": True}, lora="new"), ["sync_ref_model=True", "LoRA", "sync_ref_model=False"]),
         (Case("kto", {"sync_ref_model": True}, lora="given"), ["sync_ref_model=True", "LoRA", "sync_ref_model=False"]),
+        (dpo(loss_type="sigmod"), ["loss_type=['sigmod']", "sigmoid, hinge"]),
         (Case("kto", {"loss_type": "sigmoid"}), ["loss_type='sigmoid'", "kto, apo_zero_unpaired"]),
         (Case("kto", {"train_sampling_strategy": "random"}), ["train_sampling_strategy='sequential'", "'random'"]),
         (Case("kto", {"per_device_train_batch_size": 1}), ["batch size must be > 1"]),

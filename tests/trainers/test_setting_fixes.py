@@ -9,12 +9,13 @@ from transformers import TrainingArguments
 from transformers.training_args import ParallelMode
 from trl import DPOConfig, KTOConfig
 
-from hf_tpu_ext import TPUGRPOConfig, TPUSFTConfig
+from hf_tpu_ext import TPUGRPOConfig, TPUSFTConfig, trainers
 from hf_tpu_ext.data.buckets import percentile_buckets, validate_buckets
 from hf_tpu_ext.sharding.mesh import resolve_mesh
 from hf_tpu_ext.trainers.checks.answers import Place
-from hf_tpu_ext.trainers.checks.fields import adapt
+from hf_tpu_ext.trainers.checks.fields import LOSSES, adapt
 from hf_tpu_ext.trainers.checks.settings import check_processes, split_by
+from hf_tpu_ext.trainers.checks.upstream import has_own_loss
 from hf_tpu_ext.trainers.online.arguments import count_rows_of_chips
 from hf_tpu_ext.trainers.run.lengths import declare_lengths
 
@@ -195,6 +196,8 @@ def test_arguments_of_one_of_both(runs, settings, traced, fixes):
         (TPUSFTConfig, dict(output_dir="gs://bucket/runs"), ["example output_dir=/mnt/bucket/runs"]),
         (TPUSFTConfig, dict(report_to="wandb"), ["leave it out of report_to", "report_to=none"]),
         (KTOConfig, dict(loss_type="sigmoid"), ["Allowed: kto, apo_zero_unpaired"]),
+        (DPOConfig, dict(loss_type="sigmod"), ["Allowed: sigmoid, hinge, ipo"]),
+        (DPOConfig, dict(loss_type=["sigmoid", "sigmod"]), ["Allowed: sigmoid, hinge, ipo"]),
         (DPOConfig, dict(use_weighting=True, loss_type="hinge"), ["set use_weighting=False"]),
         (DPOConfig, dict(use_weighting=True, loss_type=["sft", "sigmoid"]), ["set use_weighting=False"]),
         (DPOConfig, dict(sync_ref_model=True, peft_config="lora"), ["Set sync_ref_model=False"]),
@@ -212,6 +215,21 @@ def test_setting_of_upstream(runs, cls, settings, fixes):
         adapt(runs.config(cls, **config), Place(), given)
 
     assert_fixes(check, settings, *fixes)
+
+
+@pytest.mark.parametrize("config", LOSSES)
+def test_names_of_losses(runs, config):
+    """A trainer with code of its own for the loss may know other names."""
+    ours = vars(trainers)[f"TPU{config.__name__.removesuffix('Config')}Trainer"]
+
+    class Theirs(ours):
+        def _compute_loss(self, model, inputs): ...
+
+    def check(loss_type, cls=ours):
+        adapt(config(str(runs.output_dir), bf16=False, loss_type=loss_type), Place(), own_loss=has_own_loss(cls))
+
+    assert_fixes(check, dict(loss_type="sigmod"), f"Allowed: {', '.join(LOSSES[config])}")
+    check("sigmod", Theirs)
 
 
 @pytest.mark.parametrize(

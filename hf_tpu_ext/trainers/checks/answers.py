@@ -68,14 +68,15 @@ class CompiledArguments:
 @dataclass(frozen=True)
 class Run:
     """
-    A run that is to be: `trainer_kwargs` are the other arguments of its trainer, by name, and `loads_model` is whether it uses
-    `model_init_kwargs`.
+    A run that is to be: `trainer_kwargs` are the other arguments of its trainer, by name, `loads_model` is whether it uses
+    `model_init_kwargs`, and `own_loss` whether the loss is of the user's own code.
     """
 
     compiled: CompiledArguments
     place: Place
     trainer_kwargs: Mapping[str, Any]
     loads_model: bool
+    own_loss: bool
 
     @property
     def args(self) -> TrainingArguments:

@@ -5,6 +5,7 @@ The checks before a run, the lines at its start and docs/configuration.md are ma
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +13,7 @@ from peft import PeftModel
 from transformers import TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 from transformers.training_args import OptimizerNames
-from trl import DPOConfig, KTOConfig, SFTConfig
+from trl import DPOConfig, GRPOConfig, KTOConfig, SFTConfig
 
 from ..configs import NO_DEEPSPEED
 from . import adaptations
@@ -26,7 +27,13 @@ from .own_fields import OWN, WEIGHTS_IN_PARTS, is_set
 _REFUSE_NEGATIVE_RATES = ADAMW_NAMES | HOST_SCALAR_NAMES - {OptimizerNames.ADAFACTOR}
 # Losses of DPO that sort the pairs, that are one number for all of them, or that PyTorch needs as they were.
 _NOT_WEIGHTED = {"aot", "aot_unpaired", "hinge", "sft"}
-_LOSSES_OF_KTO = KTOConfig.__dataclass_fields__["loss_type"].metadata["choices"]
+#: By config. Upstream looks at most of these names in the first step only.
+LOSSES = {
+    DPOConfig: "sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down discopop sft "
+    "sigmoid_norm".split(),
+    GRPOConfig: "grpo dr_grpo dapo bnpo cispo sapo luspo vespo".split(),
+    KTOConfig: KTOConfig.__dataclass_fields__["loss_type"].metadata["choices"],
+}
 
 
 def _never(value: Any, run: Run) -> bool:
@@ -43,6 +50,11 @@ def _has_adapter(run: Run) -> bool:
 
 def _makes_optimizer(run: Run) -> bool:
     return not (run.trainer_kwargs.get("optimizers", (None,))[0] or run.trainer_kwargs.get("optimizer_cls_and_kwargs"))
+
+
+def _is_no_loss(config: type[TrainingArguments], value: list[str] | str, run: Run) -> bool:
+    names = value if isinstance(value, list) else [value]
+    return isinstance(run.args, config) and not run.own_loss and not set(names) <= set(LOSSES[config])
 
 
 def _is_no_length(max_length: int | None, run: Run) -> bool:
@@ -159,11 +171,14 @@ REFUSED_ANYWHERE = at(
         values="below 1",
         when=_is_no_length,
     ),
-    refusal(
-        "loss_type",
-        f"is no loss of KTO. Allowed: {', '.join(_LOSSES_OF_KTO)}.",
-        values="another one of `KTOConfig`",
-        when=lambda value, run: isinstance(run.args, KTOConfig) and value not in _LOSSES_OF_KTO,
+    *(
+        refusal(
+            "loss_type",
+            f"is no loss of {config.__name__.removesuffix('Config')}. Allowed: {', '.join(names)}.",
+            values=f"another one of `{config.__name__}`",
+            when=partial(_is_no_loss, config),
+        )
+        for config, names in LOSSES.items()
     ),
     refusal(
         "use_weighting",
@@ -345,6 +360,7 @@ def adapt(
     place: Place,
     trainer_kwargs: Mapping[str, Any] = MappingProxyType({}),
     loads_model: bool = False,
+    own_loss: bool = False,
 ) -> CompiledArguments:
     """
     Adapt arguments to the place where they are to run, by the table.
@@ -358,6 +374,8 @@ def adapt(
             The trainer's other arguments, by the names of [`~transformers.Trainer`].
         loads_model (`bool`, *optional*, defaults to `False`):
             Whether it loads the model by its name, or a reference, with `model_init_kwargs`.
+        own_loss (`bool`, *optional*, defaults to `False`):
+            Whether its class has code of its own for the loss.
 
     Returns:
         [`CompiledArguments`]: A copy that is changed, with a line for each change.
@@ -365,7 +383,7 @@ def adapt(
     Raises:
         `ValueError`: A value is refused. The message says what to set instead.
     """
-    run = Run(CompiledArguments(copy_arguments(args)), place, trainer_kwargs, loads_model)
+    run = Run(CompiledArguments(copy_arguments(args)), place, trainer_kwargs, loads_model, own_loss)
     for row in FIELDS + OWN + WEIGHTS_IN_PARTS:
         row.apply(run)
     return run.compiled

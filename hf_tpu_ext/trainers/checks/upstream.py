@@ -144,6 +144,15 @@ def check_columns(cls: type[Trainer], trainer_kwargs: Mapping[str, Any]) -> None
                 find_columns(dataset, name, upstream)
 
 
+def has_own_loss(cls: type[Trainer]) -> bool:
+    """Whether a trainer class has code of its own for the loss, which may know other names of losses than upstream's."""
+    return any(
+        not owner.__module__.startswith(("hf_tpu_ext.", "transformers.", "trl.trainer."))
+        for owner in cls.__mro__
+        if not {"compute_loss", "_compute_loss"}.isdisjoint(vars(owner))
+    )
+
+
 def loads_model(args: TrainingArguments, call: inspect.BoundArguments) -> bool:
     """
     Say whether a trainer loads a model with `model_init_kwargs`: the trained one by its name, or a reference.
