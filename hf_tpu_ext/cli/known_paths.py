@@ -1,6 +1,5 @@
 """A path in a recipe that is not there is told at once. The hub would be asked for it, for the better part of a minute."""
 
-import difflib
 import os
 import shlex
 import socket
@@ -10,7 +9,7 @@ from urllib.request import getproxies
 
 from ..errors import UserError
 from ..hub_names import may_be_on_hub
-from .recipe import Recipe
+from .recipe import Recipe, similar_path
 
 
 #: Keys that take a directory, or the name of something on the hub.
@@ -33,11 +32,9 @@ def check_paths(recipe: Recipe, reads_data: bool = True) -> None:
             _refuse_file(recipe, value)
         if not isinstance(value, str) or "://" in value or os.path.exists(value):
             continue
-        directory, _, name = value.rstrip("/").rpartition("/")
-        inside = os.listdir(directory or ".") if os.path.isdir(directory or ".") else []
-        near = difflib.get_close_matches(name, inside, n=1, cutoff=0.75)
+        near = similar_path(value)
         message = f"{recipe.where(key)}: {key} is {value!r}, and there is no such file or directory in {os.getcwd()}, where paths begin."
-        hint = f" Did you mean {os.path.join(directory, near[0])!r}?" if near else ""
+        hint = f" Did you mean {near!r}?" if near else ""
         if not may_be_on_hub(value):
             raise NoSuchPath(message + hint)
         # A teacher whose cache is there is not loaded.

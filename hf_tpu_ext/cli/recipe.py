@@ -1,5 +1,6 @@
 """A recipe: the YAML file that `trl` takes, and the command line that overrides it. Read before PyTorch is imported."""
 
+import difflib
 import os
 import re
 from dataclasses import dataclass, field
@@ -179,6 +180,14 @@ def with_underscores(word: str) -> str:
     return "--" + name[2:].replace("-", "_") + equals + value if name.startswith("--") else word
 
 
+def similar_path(path: str) -> str | None:
+    """What is there with a name that is close to that of a path which is not."""
+    directory, name = os.path.split(path.rstrip("/"))
+    inside = os.listdir(directory or ".") if os.path.isdir(directory or ".") else []
+    near = difflib.get_close_matches(name, inside, n=1, cutoff=0.75)
+    return os.path.join(directory, near[0]) if near else None
+
+
 def _keys_of(argv: list[str]) -> dict[str, Any]:
     """The keys of a command line: `--key value ...`, `--key=value`, `--key`; with hyphens or underscores."""
     keys: dict[str, list[str]] = {}
@@ -258,7 +267,9 @@ def _read_yaml(path: str) -> tuple[dict[str, Any], dict[str, list[int]]]:
             loader = _Loader(file)
             values = loader.get_single_data()
     except FileNotFoundError:
-        raise UserError(f"--config {path}: there is no such file.") from None
+        near = similar_path(path)
+        hint = f" Did you mean {near!r}?" if near else ""
+        raise UserError(f"--config {path}: there is no such file.{hint}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"--config {path} cannot be read as YAML: {error}") from error
     if values is None:

@@ -176,6 +176,13 @@ def test_files_that_are_no_recipe(content, message, tmp_path):
     assert str(path) in str(error.value)
 
 
+def test_a_file_of_another_name(tmp_path):
+    (tmp_path / "dpo.yaml").touch()
+    with pytest.raises(ValueError) as error:
+        read_recipe([str(tmp_path / "dop.yaml")])
+    assert str(error.value).endswith(f"there is no such file. Did you mean {str(tmp_path / 'dpo.yaml')!r}?")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
