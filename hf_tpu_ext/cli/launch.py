@@ -86,6 +86,10 @@ def _launch_as_upstream(own_command: list[str], recipe: Recipe, parser: RecipePa
     args = launcher.parse_args([*resolve_accelerate_config_argument(words), *own_command])
     if args.tpu:
         raise UserError("--tpu: this run is not on a TPU. Leave it out: a TPU is used where there is one.")
+    if args.multi_gpu and (args.num_processes or 2) < 2:
+        raise UserError(
+            f"--num_processes {args.num_processes}: multi_gpu is for 2 processes or more. For one process add --multi_gpu false."
+        )
     args.no_python = True
     stays_here = False
 

@@ -125,6 +125,11 @@ def test_processes_on_the_cpu(monkeypatch, tmp_path):
 
     assert_fixes(check, dict(num_processes=2), "Leave it out", "add --multi_gpu --use_cpu")
     assert [args.num_processes for args in started] == [2]
+    assert_fixes(check, dict(num_processes=1, multi_gpu=True), "add --multi_gpu false")
+    assert "--num_processes 1: multi_gpu is for 2 processes or more" in refusal(
+        check, dict(num_processes=1, multi_gpu=True)
+    )
+    assert len(started) == 1
 
 
 # ---- Training commands ----
