@@ -38,6 +38,11 @@ def format_size(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape))
 
 
+def kind_of_device(backend: str) -> str:
+    """What a device of a backend is called: `"chip"` where it is of a TPU or stands for one. A CPU is none, and a GPU is not called so."""
+    return "device" if backend in ("cuda", "cpu") else "chip"
+
+
 def count(number: int, what: str) -> str:
     """A number of things, e.g. `"1 program"`, `"1,200 programs"`."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from ..backends.base import Backend
 from ..backends.compile_cache import CacheUse
 from ..backends.counters import Counters
-from ..formatting import count
+from ..formatting import count, kind_of_device
 
 
 @dataclass
@@ -57,8 +57,8 @@ class RunLines(TrainerCallback):
             args.gradient_accumulation_steps,
             self._backend.processes.hosts,
         )
-        # There may be several processes of one chip each. A CPU is none, and a GPU is not called so.
-        workers, kind = chips * args.world_size, "chip" if self._backend.static_shapes else "device"
+        # There may be several processes of one chip each.
+        workers, kind = chips * args.world_size, kind_of_device(self._backend.name)
         where = f" in {args.world_size} processes" * (args.world_size > 1) + f" on {hosts} hosts" * (hosts > 1)
         local, total = facts.rows // chips, facts.rows * args.world_size * accumulation
         shape = " or ".join(f"{local} x {length}" for length in facts.lengths) or str(local)

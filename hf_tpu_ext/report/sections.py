@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from ..formatting import count, format_number, format_seconds, format_size
+from ..formatting import count, format_number, format_seconds, format_size, kind_of_device
 from ..hardware.prices import Price
 from ..hardware.topologies import find_chip
 from .figures import HOW_TO_DRAW, can_draw, draw_curves, draw_shares, draw_step_times
@@ -33,7 +33,7 @@ def describe_run(run: Run, prices: Mapping[str, Price], plan_section: Section | 
     backend = run.begin["backend"]
     return Report(
         title=run.begin["model"]["name"] or run.name,
-        subtitle=f"{run.name}, on {count(backend['chips'], 'chip')} of {backend['device']}{_where(backend)}, begun "
+        subtitle=f"{run.name}, on {count(backend['chips'], kind_of_device(backend['name']))} of {backend['device']}{_where(backend)}, begun "
         f"{begin_time(run.sessions[0])}",
         headline=headline(run, prices),
         sections=sections,

@@ -146,6 +146,8 @@ def test_what_is_not_known_is_left_out(write_run, tmp_path):
     numbers = headline(read_run(page.parent), read_prices())
     assert "cost so far" not in numbers and "MFU" not in numbers
     assert "No price of x86_64 CPU is known" in page.read_text()
+    # And in the words of the line at start.
+    assert "on 1 device of x86_64 CPU" in page.read_text()
 
 
 def test_a_run_without_logs(write_run, tmp_path):

@@ -200,7 +200,7 @@ def test_run_moves_from_two_processes_to_one_and_back(tiny_model, teacher, tmp_p
     resumed = {"run": dict(spec["run"], resume=True)}
     shutil.copytree(tmp_path / "whole/run/checkpoint-2", tmp_path / "one/run/checkpoint-2")
     (one,), printed = in_processes(resumed, tiny_model, tmp_path / "one", count=1)
-    assert "To keep it on 1: 2 per chip x 4 gradient accumulation steps." in printed[0]
+    assert "To keep it on 1: 2 per device x 4 gradient accumulation steps." in printed[0]
     shutil.copytree(tmp_path / "one/run/checkpoint-4", tmp_path / "back/run/checkpoint-4")
     # And with other rows, as the recipe says, of which one process tells.
     checkpoint = str(tmp_path / "one/run/checkpoint-4")

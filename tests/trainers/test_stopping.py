@@ -324,7 +324,7 @@ def test_several_processes_are_counted_together(tiny_model, tmp_path):
     ((_, (batches, tokens, padded)),) = next(event for event in events if event["event"] == "end")["batches"]
     assert (batches, tokens, padded) == (4, 2 * 16 * 6, 2 * 16 * 6)
     report = (tmp_path / "run/report.md").read_text()
-    assert "on 2 chips of" in report and " in 2 processes, begun" in report
+    assert "on 2 devices of" in report and " in 2 processes, begun" in report
 
 
 @pytest.mark.slow

@@ -368,7 +368,7 @@ def test_a_file_that_is_damaged(tmp_path):
 def test_rows_of_a_checkpoint_of_more_chips():
     """12 rows of 4 chips: 5 chips cannot take them."""
 
-    def check(num_chips, per_device_train_batch_size=3):
+    def check(num_chips, per_device_train_batch_size=3, backend="xla"):
         args = SimpleNamespace(
             per_device_train_batch_size=per_device_train_batch_size,
             train_batch_size=per_device_train_batch_size * num_chips,
@@ -377,6 +377,7 @@ def test_rows_of_a_checkpoint_of_more_chips():
         )
         chips = SimpleNamespace(
             _args=args,
+            _backend=SimpleNamespace(name=backend),
             _num_workers=num_chips,
             rows_per_step=per_device_train_batch_size * num_chips,
             recipe_rows=per_device_train_batch_size,
@@ -388,17 +389,23 @@ def test_rows_of_a_checkpoint_of_more_chips():
     for num_chips in (1, 2, 3, 4, 6, 12):
         check(num_chips)
     check(5, per_device_train_batch_size=2)
+    message = refusal(check, {"num_chips": 5, "backend": "cpu"})
+    assert "on 4 devices, which 5 devices cannot keep" in message and "Set num_processes to a number" in message
 
 
 def test_generation_of_a_checkpoint_of_more_chips():
-    def check(rows_at_once):
-        trainer = SimpleNamespace(args=SimpleNamespace(), _rows_of_micro_step=rows_at_once)
+    def check(rows_at_once, backend="xla"):
+        trainer = SimpleNamespace(
+            args=SimpleNamespace(), backend=SimpleNamespace(name=backend), _rows_of_micro_step=rows_at_once
+        )
         RolloutCheckpoints._keep_generation(trainer, 12, 4)
 
     message = refusal(check, {"rows_at_once": 8})
     assert "Set num_chips to a number that divides 12, or set another per_device_train_batch_size" in message
     for rows_at_once in (1, 2, 3, 4, 6, 12):
         check(rows_at_once)
+    message = refusal(check, {"rows_at_once": 8, "backend": "cpu"})
+    assert "on 4 devices, which do not divide" in message and "Set num_processes to a number" in message
 
 
 def test_a_model_whose_class_is_not_known(tiny_model, tmp_path, runs):

@@ -9,6 +9,7 @@ from torch.utils.data import Sampler
 from trl.trainer.utils import RepeatSampler
 
 from ...errors import UserError
+from ...formatting import count, kind_of_device
 from ..checkpoint.run_state import read_run_state
 
 
@@ -106,9 +107,11 @@ class RolloutCheckpoints:
         """Generate as many rows as the run that is resumed has on another number of chips."""
         args, at_once = self.args, self._rows_of_micro_step
         if rows % at_once:
+            kind = kind_of_device(self.backend.name)
+            setting = "num_chips" if kind == "chip" else "num_processes"
             raise UserError(
-                f"The checkpoint was written with {rows} rows of a generation on {num_workers} chips, which do not divide into batches of "
-                f"{at_once} rows here. Set num_chips to a number that divides {rows}, or set another per_device_train_batch_size."
+                f"The checkpoint was written with {rows} rows of a generation on {count(num_workers, kind)}, which do not divide into "
+                f"batches of {at_once} rows here. Set {setting} to a number that divides {rows}, or set another per_device_train_batch_size."
             )
         args.generation_batch_size, args.steps_per_generation = rows, rows // at_once
 
@@ -120,8 +123,8 @@ class RolloutCheckpoints:
         parts: dict[str, list[torch.Tensor]] = {}
         for name in sorted(tensors, key=lambda name: int(name.partition(".")[0])):
             parts.setdefault(name.partition(".")[2], []).append(tensors[name])
-        count, rows, processes = self.generation_batches, self.generation_rows, self.backend.processes
-        batches: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
+        num_batches, rows, processes = self.generation_batches, self.generation_rows, self.backend.processes
+        batches: list[dict[str, torch.Tensor]] = [{} for _ in range(num_batches)]
         for key, of_key in parts.items():
             # A number of the whole generation is in all of them.
             whole = torch.cat(of_key) if of_key[0].ndim else of_key[0]
@@ -130,7 +133,9 @@ class RolloutCheckpoints:
             if not self.backend.static_shapes:
                 # Where batches are padded, they wait on the host.
                 whole = whole.to(self.args.device)
-            for batch, value in zip(batches, whole.chunk(count) if whole.ndim else [whole] * count, strict=True):
+            for batch, value in zip(
+                batches, whole.chunk(num_batches) if whole.ndim else [whole] * num_batches, strict=True
+            ):
                 batch[key] = value.chunk(processes.row_shards)[processes.row_shard] if value.ndim else value
         for batch in batches:
             for key in [key for key in batch if key.endswith(_COLUMNS)]:

@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from ...backends.base import Backend
 from ...errors import UserError
+from ...formatting import count, kind_of_device
 from ...sharding import ShardingPlan, advise_sharding, describe_hosts, describe_mesh, resolve_mesh
 from ...sharding.local_gradients import LocalGradients
 from ...sharding.per_chip import score_tokens_per_chip
@@ -250,20 +251,22 @@ class Chips:
         if state["recipe_rows"] != self.recipe_rows or state["num_workers"] == workers:
             logger.warning(f"{before}; this run takes {self.rows_per_step}, as the recipe says.")
             return
+        kind = kind_of_device(self._backend.name)
         rows_at_once = args.train_batch_size * args.world_size
         if rows % rows_at_once == 0:
             args.gradient_accumulation_steps = rows // rows_at_once
         elif rows % (workers * args.gradient_accumulation_steps) == 0:
             args.per_device_train_batch_size = rows // (workers * args.gradient_accumulation_steps)
         else:
+            setting = "num_chips" if kind == "chip" else "num_processes"
             raise UserError(
-                f"{before} on {state['num_workers']} chips, which {workers} chips cannot keep with this recipe. Set num_chips to a number "
-                f"that divides {rows}, or set another per_device_train_batch_size or gradient_accumulation_steps, by which the run goes on "
-                "with another global batch size."
+                f"{before} on {count(state['num_workers'], kind)}, which {count(workers, kind)} cannot keep with this recipe. "
+                f"Set {setting} to a number that divides {rows}, or set another per_device_train_batch_size or "
+                "gradient_accumulation_steps, by which the run goes on with another global batch size."
             )
         logger.warning(
-            f"{before} on {state['num_workers']} chips. To keep it on {workers}: "
-            f"{args.per_device_train_batch_size} per chip x {args.gradient_accumulation_steps} gradient accumulation steps."
+            f"{before} on {count(state['num_workers'], kind)}. To keep it on {workers}: {args.per_device_train_batch_size} per {kind} x "
+            f"{count(args.gradient_accumulation_steps, 'gradient accumulation step')}."
         )
 
     # ---- Words ----
