@@ -57,6 +57,7 @@ class RunRecord(TrainerCallback):
         self._programs = programs
         self._spent = spent
         self._programs_written: list[ProgramEvent] = []
+        self._samples: Sequence[Mapping[str, str]] = ()
         self._writer: RecordWriter | None = None
 
     def _write(self, event: str, ago: float = 0.0, **values: Any) -> None:
@@ -91,6 +92,8 @@ class RunRecord(TrainerCallback):
             max_steps=state.max_steps,
             **self._describe(),
         )
+        if self._samples:
+            self._write("samples", step=None, rows=self._samples)
 
     def on_step_end(self, args, state, control, **kwargs):
         if self._writer is not None:
@@ -135,7 +138,8 @@ class RunRecord(TrainerCallback):
         self._end(output_dir)
 
     def keep_samples(self, rows: Sequence[Mapping[str, str]]) -> None:
-        """Keep prompts with their answers, for the report."""
+        """Keep prompts with their answers, for the report: those of before training for when the record begins."""
+        self._samples = rows
         self._write("samples", step=None, rows=rows)
 
     def on_train_end(self, args, state, control, **kwargs):

@@ -9,12 +9,12 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 class ShowSamples(TrainerCallback):
     """
-    Answers prompts of the evaluation set before and after training, and prints both beside the reference. Where a run is resumed, the
-    first answer is that of its checkpoint, and says so.
+    Answers prompts of the evaluation set before training and prints the answers, and after training prints both beside the reference.
+    Where a run is resumed, the first answer is that of its checkpoint, and says so.
 
     Rows are prepared ones with `input_ids` and `labels`, whose prompt is what comes before the first label; of a conversation that
     is trained on as a whole, what comes before its last message. `generate` makes the tokens of answers of those of prompts, at
-    most `max_new_tokens`. `keep` is given the texts of each row.
+    most `max_new_tokens`. `keep` is given the texts of each row, before training and after it.
     """
 
     #: Tokens of an answer.
@@ -30,12 +30,14 @@ class ShowSamples(TrainerCallback):
         self._tokenizer = tokenizer
         self._generate = generate
         self._keep = keep
-        self._prompts, self._references = [], []
+        self._prompts: list[list[int]] = []
+        self._references: list[str] = []
         for row in rows:
             start = next(index for index, label in enumerate(row["labels"]) if label != -100)
             start = start if start > 1 else self._start_of_answer(row)
             self._prompts.append(row["input_ids"][:start])
-            self._references.append(row["input_ids"][start:])
+            self._references.append(self._text(row["input_ids"][start:]))
+        self._prompt_texts = [tokenizer.decode(prompt, skip_special_tokens=True).strip() for prompt in self._prompts]
         self._before: list[str] = []
         self._when = "before"
 
@@ -49,27 +51,30 @@ class ShowSamples(TrainerCallback):
         return max(1, len(ids) // 2)
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._before = self._answer()
+        self._before = self.answer()
         self._when = f"at step {state.global_step}" if state.global_step else "before"
+        if state.is_world_process_zero:
+            self._show({self._when: self._before})
 
     def on_train_end(self, args, state, control, **kwargs):
-        after = self._answer()
-        if not state.is_world_process_zero:
-            return
-        samples = []
-        for prompt, reference, old, new in zip(self._prompts, self._references, self._before, after, strict=True):
-            text = self._tokenizer.decode(prompt, skip_special_tokens=True).strip()
-            answers = {"reference": self._text(reference), self._when: old, "after": new}
-            samples.append({"prompt": text, **answers})
-            tqdm.write(f"\n{text}")
-            for name, answer in answers.items():
-                tqdm.write(f"  {name:>9}: {answer}")
+        after = self.answer()
+        if state.is_world_process_zero:
+            self._show({"reference": self._references, self._when: self._before, "after": after})
+
+    def answer(self) -> list[str]:
+        """What the model answers now. All processes have to ask."""
+        return [self._text(answer) for answer in self._generate(self._prompts)]
+
+    def _show(self, texts: Mapping[str, Sequence[str]]) -> None:
+        """Print texts below their prompts, and hand them with the references to who keeps them: a run may be killed."""
+        for row, prompt in enumerate(self._prompt_texts):
+            tqdm.write(f"\n{prompt}")
+            for name, of_rows in texts.items():
+                tqdm.write(f"  {name:>9}: {of_rows[row]}")
         tqdm.write("")
         if self._keep is not None:
-            self._keep(samples)
-
-    def _answer(self) -> list[str]:
-        return [self._text(answer) for answer in self._generate(self._prompts)]
+            columns = {"prompt": self._prompt_texts, "reference": self._references, **texts}
+            self._keep([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
 
     def _text(self, token_ids: list[int]) -> str:
         eos_token_id = self._tokenizer.eos_token_id

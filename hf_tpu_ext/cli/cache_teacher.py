@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..errors import UserError
 from ..formatting import count, dtype_name
+from .absent_split import advise_split
 from .broken_rows import naming_broken_rows
 from .launch import start_processes
 from .recipe import load_recipe
@@ -176,8 +177,7 @@ def _load_splits(script_args, training_args, dataset_args):
     for split in splits:
         if split not in dataset:
             raise UserError(
-                f"The dataset has no split {split!r}, but {', '.join(map(repr, dataset))}. Name its splits with "
-                "dataset_train_split and dataset_test_split, or leave out eval_strategy."
+                f"The dataset has no split {split!r}, but {', '.join(map(repr, dataset))}. {advise_split(split, script_args)}"
             )
     return dataset[splits[0]], dataset[splits[1]] if len(splits) > 1 else None
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import UserError
 from ..importing import without_garbage_collection
+from .absent_split import advise_split
 from .broken_rows import naming_broken_rows
 from .launch import start_processes
 from .recipe import Recipe, load_recipe
@@ -172,13 +173,10 @@ class TRLScript:
             ):
                 script.main(*arguments)
         except KeyError as error:
-            splits = (script_args.dataset_train_split, script_args.dataset_test_split)
-            if error.args[0] not in splits:
+            if error.args[0] not in (script_args.dataset_train_split, script_args.dataset_test_split):
                 raise
-            raise UserError(
-                f"The dataset has no split {error.args[0]!r}. Name its splits with dataset_train_split (now {splits[0]!r}) and "
-                f"dataset_test_split (now {splits[1]!r}), or leave out eval_strategy."
-            ) from error
+            split = error.args[0]
+            raise UserError(f"The dataset has no split {split!r}. {advise_split(split, script_args)}") from error
         finally:
             setattr(trl, self.trainer, upstream)
         return arguments

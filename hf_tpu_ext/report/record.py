@@ -252,7 +252,9 @@ def _add(run: Run, entry: dict[str, Any]) -> None:
             if "loss" in log:
                 run.logs.append(log)
             elif "train_loss" not in log:
-                run.evaluations.append(log)
+                # A checkpoint's evaluation that a resumed run has made once more.
+                others = (one for one in run.evaluations if one["step"] != log["step"] or one.keys() != log.keys())
+                run.evaluations = [*others, log]
         case "program":
             run.programs.append({**entry, "at": at})
         case "cause":
@@ -261,7 +263,9 @@ def _add(run: Run, entry: dict[str, Any]) -> None:
             for program in same[-1:]:
                 program["cause"] = entry["cause"]
         case "samples":
-            run.samples = entry["rows"]
+            # Before a resume the model has answered, too. What it says in the end is the last.
+            earlier = {row["prompt"]: {key: row[key] for key in row if key != "after"} for row in run.samples}
+            run.samples = [{**earlier.get(row["prompt"], {}), **row} for row in entry["rows"]]
         case "error":
             # What was compiled is of the step that has failed.
             session.error, session.last_step = entry["error"], entry["step"]

@@ -363,14 +363,15 @@ class ProgramWatch:
             return
         is_done = threading.Event()
         start, compiles = time.monotonic(), self._backend.compiles()
-        bar = tqdm(total=0, bar_format="{desc}", leave=False, desc=f"compiling the {what}", file=sys.stderr)
-
-        # A line a second would fill a file.
-        seconds = 1.0 if sys.stderr.isatty() else 60.0
+        # `None`: in a file it would leave a terminal's escapes. There, a line a minute says that it goes on.
+        bar = tqdm(
+            total=0, bar_format="{desc}", leave=False, desc=f"compiling the {what}", file=sys.stderr, disable=None
+        )
 
         def tick() -> None:
-            while not is_done.wait(seconds):
-                bar.set_description_str(f"compiling the {what}: {time.monotonic() - start:.0f} s")
+            while not is_done.wait(60.0 if bar.disable else 1.0):
+                line = f"compiling the {what}: {time.monotonic() - start:.0f} s"
+                tqdm.write(line, file=sys.stderr) if bar.disable else bar.set_description_str(line)
 
         ticker = threading.Thread(target=tick, daemon=True)
         ticker.start()

@@ -127,4 +127,25 @@ def test_recipe_on_eight_devices(recipe, tiny_of, tmp_path):
 def test_absent_split_is_named(tiny, tmp_path, capsys):
     argv = ["sft", "--model_name_or_path", str(tiny / "model"), "--dataset_name", str(tiny / "data"), "--use_cpu"]
     assert main([*argv, "--dataset_train_split", "training", "--output_dir", str(tmp_path)]) == 2
-    assert "The dataset has no split 'training'" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "The dataset has no split 'training'" in error
+    assert "rename the file to train on to train.jsonl and dataset_train_split to train" in error
+
+
+def test_a_file_that_makes_no_split_is_named(tiny, tmp_path, capsys):
+    """`datasets` leaves it out without a word, also where the recipe names it as a split."""
+    data = tmp_path / "chats"
+    data.mkdir()
+    for split, name in (("train", "train.jsonl"), ("test", "heldout.jsonl")):
+        (data / name).write_bytes((tiny / "data" / f"{split}.jsonl").read_bytes())
+    argv = ["sft", "--model_name_or_path", str(tiny / "model"), "--dataset_name", str(data), "--use_cpu"]
+    argv += ["--output_dir", str(tmp_path / "run"), "--max_steps", "1", "--eval_strategy", "steps"]
+    for split in ("test", "heldout"):
+        assert main([*argv, "--dataset_test_split", split]) == 2
+        error = capsys.readouterr().err
+        assert (
+            f"has no split '{split}'. {data} holds heldout.jsonl, train.jsonl: rename the file to evaluate on" in error
+        )
+        assert ("to test.jsonl and dataset_test_split to test. Or" in error) == (split == "heldout")
+    (data / "heldout.jsonl").rename(data / "test.jsonl")
+    assert main(argv) == 0

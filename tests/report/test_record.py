@@ -37,6 +37,12 @@ def test_a_resumed_run_goes_on(write_run, tmp_path):
     assert [session.end is None for session in run.sessions] == [True, False]
 
 
+def test_an_evaluation_that_a_resumed_run_makes_once_more(write_run, tmp_path):
+    write_run(tmp_path / "run", steps=20, held_out={"eval_loss": 3.0})
+    run = read_run(write_run(tmp_path / "run", steps=20, first_step=20, anew=False))
+    assert [(log["step"], log["eval_loss"]) for log in run.evaluations] == [(20, 2.0)]
+
+
 def test_a_run_that_is_killed_at_any_moment_can_be_read(write_run, tmp_path):
     path = write_run(tmp_path / "run") / RECORD_NAME
     whole = path.read_bytes()

@@ -51,6 +51,21 @@ def test_completions_that_trl_logs_are_upstreams(runs, scan_layers):
     assert compiles[-1] == compiles[1]
 
 
+class Writes(TrainerCallback):
+    def on_step_end(self, args, state, control, model, **kwargs):
+        ids = torch.tensor([[5, 9, 7]], device=model.device)
+        model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=GREEDY)
+
+
+def test_what_is_written_is_no_sync_of_the_step(runs, caplog):
+    """Prompts that a callback has put on the device, as upstream's `generate` wants them, are fetched on purpose."""
+    trainer = runs.ours(train=False, max_steps=8, logging_steps=2)
+    trainer.add_callback(Writes())
+    trainer.train()
+    assert trainer.sync_monitor.syncs == {}
+    assert "syncs device to host" not in caplog.text
+
+
 class Beams(TrainerCallback):
     def on_step_end(self, args, state, control, model, **kwargs):
         ids = torch.tensor([[5, 9, 7]], device=model.device)

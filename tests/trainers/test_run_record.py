@@ -162,9 +162,22 @@ def test_a_resumed_run(runs):
     trainer = runs.ours(**{**config, "max_steps": 8}, train=False)
     trainer.train(resume_from_checkpoint=str(runs.output_dir / "checkpoint-4"))
     run = read_run(runs.output_dir)
-    assert [*run.samples[0]] == ["prompt", "reference", "at step 4", "after"], "not the answer of the untrained model"
+    # The answer of the untrained model is that of the first session.
+    assert [*run.samples[0]] == ["prompt", "reference", "before", "at step 4", "after"]
     assert [session.begin["first_step"] for session in run.sessions] == [0, 4]
     assert [entry["step"] for entry in run.logs] == [2, 4, 6, 8] and run.repeated_steps == 2
+
+
+class _Stops(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        raise RuntimeError
+
+
+def test_the_first_answers_of_a_run_that_has_no_end(runs):
+    with pytest.raises(RuntimeError):
+        runs.ours(**CONFIG, show_samples=2, kwargs={"callbacks": [_Stops()]})
+    assert [[*row] for row in read_run(runs.output_dir).samples] == [["prompt", "reference", "before"]] * 2
+    assert "reference | before" in (runs.output_dir / "report.md").read_text()
 
 
 class TakeAway(TrainerCallback):

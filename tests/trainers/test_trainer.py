@@ -143,7 +143,9 @@ def test_the_line_at_the_start_says_where_and_how(runs, capsys):
 def test_samples_before_and_after(runs, capsys):
     runs.ours(config_cls=TPUSFTConfig, show_samples=2, max_steps=2, run_report=True)
     lines = capsys.readouterr().out.splitlines()
-    assert [sum(f"{name:>9}: " in line for line in lines) for name in ("reference", "before", "after")] == [2, 2, 2]
+    assert [sum(f"{name:>9}: " in line for line in lines) for name in ("reference", "before", "after")] == [2, 4, 2]
+    # Before the run has begun, since it may be killed.
+    assert " before: " in "".join(lines[: next(i for i, line in enumerate(lines) if line.startswith("Trained"))])
     after = [line.partition("after: ")[2] for line in lines if "    after: " in line]
     assert [sample["after"] for sample in read_run(runs.output_dir).samples] == after
 

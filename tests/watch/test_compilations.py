@@ -31,6 +31,14 @@ def test_nothing_is_said_and_nothing_is_added_when_all_is_well(train, lines, cap
     assert sum(event.compiled for event in trainer.watch.events) == spent.compiles
 
 
+def test_a_log_file_has_no_escapes_of_a_terminal(train, capsys):
+    """Below the progress bar of a run, which is upstream's, they move the cursor."""
+    train(disable_tqdm=False)
+    error = capsys.readouterr().err
+    assert "compiled the training step 4 x 8" in error
+    assert "compiling the" not in error and "\x1b" not in error
+
+
 def test_every_compile_is_counted_and_timed(train):
     class Sums(TrainerCallback):
         def on_train_begin(self, args, state, control, model, **kwargs):

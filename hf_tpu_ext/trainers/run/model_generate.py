@@ -64,6 +64,8 @@ class ModelGenerate:
     def run(self, model: nn.Module, input_ids: torch.Tensor, mask, config: GenerationConfig | None, **kwargs: Any):
         """Prompts and completions, on the host, or `None` where programs of static shape cannot make them."""
         try:
+            # Callbacks have their prompts on the device, as upstream's `generate` wants them.
+            input_ids, mask = self._backend.fetch((input_ids, mask))
             request = TextRequest.read(model, input_ids, mask, config, **kwargs)
             key = (request.config.to_json_string(), *request.prompt_lengths)
             text, rows = self._texts.get(key) or (self._write(request.config, request.prompt_lengths), 0)

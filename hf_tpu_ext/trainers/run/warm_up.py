@@ -111,7 +111,7 @@ class _Compiling(TrainerCallback):
     def on_train_begin(self, args, state, control, model, **kwargs):
         self._note("start of training")
         if self._samples is not None:
-            self._samples.on_train_begin(args, state, control, model)
+            self._samples.answer()
             self._note("samples")
 
     def on_substep_end(self, args, state, control, **kwargs):
