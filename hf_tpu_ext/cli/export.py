@@ -106,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
         quantize=args.quantize,
         group_size=args.group_size,
         scale=args.scale,
+        quiet=False,
     )
     print(_page(export))
     return 0 if export.good else 1
@@ -116,7 +117,10 @@ def _write_gguf(args: argparse.Namespace) -> int:
     from ..export.quantized import choose_quantization
 
     if args.quantize is None:
-        raise UserError("--gguf writes rounded weights into a GGUF file, and needs --quantize. Add --quantize.")
+        raise UserError(
+            "--gguf rounds the weights of a GGUF file that is there, and needs --quantize. Add --quantize. For a GGUF file without "
+            f"rounding: hf-tpu export {args.run_dir} --merge, then convert_hf_to_gguf.py of llama.cpp's repository"
+        )
     for name in ("merge", "ema", "dtype", "output_dir", "base_model", "prompts"):
         if vars(args)[name]:
             raise UserError(f"--{name} has no effect on --gguf, which is the merged model. Leave one of the two out.")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from tqdm.auto import tqdm
 from transformers import AutoModelForSequenceClassification
 
 from .. import __version__
@@ -127,6 +128,7 @@ def export_run(
     quantize: str | None = None,
     group_size: int | None = None,
     scale: str | None = None,
+    quiet: bool = True,
 ) -> Export:
     """
     Make a plain model of a run, on the CPU, and compare it with what was trained.
@@ -156,6 +158,8 @@ def export_run(
             How many of them share a scale, by default as trained, or 32.
         scale (`str`, *optional*):
             How it is chosen, `"max"` or `"mse"` as `qat_scale`; by default as trained, or `"max"`.
+        quiet (`bool`, *optional*, defaults to `True`):
+            Whether to leave out the progress.
 
     Returns:
         [`Export`]: What was written. It is in `export.json` beside the weights, too.
@@ -187,7 +191,8 @@ def export_run(
         size = auto_class.from_config(config).num_parameters() * DTYPES[dtype].itemsize
     check_room(output_dir, size)
 
-    with only_export_to(output_dir):
+    bar = tqdm(total=4, desc="reading what was trained", unit="phase", leave=False, disable=quiet)
+    with only_export_to(output_dir), bar:
         check_output(
             output_dir, overwrite, [source.directory, *([Path(source.base)] if Path(source.base).is_dir() else [])]
         )
@@ -197,6 +202,7 @@ def export_run(
             rows, measure = tokenize_answers(tokenizer, prompts), preferences
         else:
             rows, measure = tokenize_prompts(tokenizer, prompts), logits
+        _begin_phase(bar, "computing with the trained model")
         trained_for = TrainedFor.read(source.directory)
         is_rounded = trained_for is not None and quantization is not None
         # What is exported is what was trained: a model that rounds.
@@ -205,6 +211,7 @@ def export_run(
                 rows = answer(model, rows)
             trained_values = measure(model, rows)
         training = None
+        _begin_phase(bar, "merging and writing" if merge else "writing")
         if merge:
             with model.disable_adapter():
                 training = compare(trained_values, measure(model, rows))
@@ -222,6 +229,7 @@ def export_run(
             tokenizer.save_pretrained(partial)
             del model
             gc.collect()
+            _begin_phase(bar, "computing with what was written")
             # What others will load.
             exported_model = auto_class.from_pretrained(partial, dtype=dtype).eval()
             exported_values = measure(exported_model, rows)
@@ -273,6 +281,12 @@ def export_run(
             report = json.dumps({**dataclasses.asdict(export), "versions": versions, "files": files}, indent=2)
             (partial / REPORT_FILE).write_text(report + "\n", encoding="utf-8")
     return export
+
+
+def _begin_phase(bar: tqdm, phase: str) -> None:
+    """Say what begins, where the phase before it has ended."""
+    bar.update()
+    bar.set_description(phase)
 
 
 def _range(scores: list[torch.Tensor]) -> tuple[float, float]:

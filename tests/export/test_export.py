@@ -151,6 +151,14 @@ def test_adapter_that_changes_nothing_is_told(lora_run, tmp_path):
     assert export.verdict.startswith("The adapter changes nothing")
 
 
+def test_the_phases_are_shown(lora_run, tmp_path, capsys):
+    """A model of some size takes minutes."""
+    assert main(["export", str(lora_run), "--merge", "--dtype", "float32", "--output_dir", str(tmp_path / "out")]) == 0
+    error = capsys.readouterr().err
+    phases = ("reading what", "computing with the trained", "merging and writing", "computing with what was written")
+    assert sorted(phases, key=error.find) == [*phases] and all(phase in error for phase in phases)
+
+
 def test_another_base_is_told(lora_run, base, tmp_path, capsys):
     other = make_model(tmp_path / "other", seed=1)
     command = ["export", str(lora_run), "--merge", "--prompts", "1+1?", "--output_dir"]

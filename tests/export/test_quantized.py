@@ -296,7 +296,7 @@ def test_gguf_has_the_integers_of_the_training(float_gguf, lora_run, capsys, dty
         ),
         (
             ["--gguf", "{file}"],
-            "--gguf writes rounded weights into a GGUF file, and needs --quantize. Add --quantize.",
+            "--gguf rounds the weights of a GGUF file that is there, and needs --quantize. Add --quantize. For a GGUF file without",
         ),
         (["--quantize", "int4", "--merge", "--gguf", "{file}"], "--merge has no effect on --gguf"),
     ],
