@@ -36,8 +36,8 @@ _TRAINING = {
 }
 #: Libraries whose `ValueError`s are messages to the person who wrote the recipe.
 _SPEAK_TO_USERS = {"trl", "transformers", "datasets", "peft", "accelerate", "huggingface_hub"}
-# That the first process has to say what is wrong, before another says so.
-_SECONDS_FOR_THE_FIRST = 10
+# That the first process has to say what is wrong and to end, before another says so.
+_SECONDS_FOR_THE_FIRST = 30
 # A disk that is full, over its quota or read-only.
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
