@@ -211,7 +211,6 @@ def export_run(
                 rows = answer(model, rows)
             trained_values = measure(model, rows)
         training = None
-        _begin_phase(bar, "merging and writing" if merge else "writing")
         if merge:
             with model.disable_adapter():
                 training = compare(trained_values, measure(model, rows))
@@ -219,6 +218,7 @@ def export_run(
                 # That embeddings are two weights now. The result says so.
                 warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied")
                 model = merge_adapter(model)
+        _begin_phase(bar, "writing")
         num_parameters, tied = model.num_parameters(), model.config.tie_word_embeddings
 
         with whole_directory(output_dir) as partial:
