@@ -6,7 +6,6 @@ import io
 import os
 import re
 import sys
-import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
@@ -36,8 +35,6 @@ _TRAINING = {
 }
 #: Libraries whose `ValueError`s are messages to the person who wrote the recipe.
 _SPEAK_TO_USERS = {"trl", "transformers", "datasets", "peft", "accelerate", "huggingface_hub"}
-# That the first process has to say what is wrong and to end, before another says so.
-_SECONDS_FOR_THE_FIRST = 30
 # A disk that is full, over its quota or read-only.
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
@@ -72,9 +69,6 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         if os.environ.get("HF_TPU_EXT_TRACEBACK") == "1" or not _is_for_users(error, argv):
             raise
-        if os.environ.get("RANK", "0") != "0":
-            # The first of several processes mostly says the same, and the launcher then ends this one, which would repeat it.
-            time.sleep(_SECONDS_FOR_THE_FIRST)
         print(f"hf-tpu: error: {error}\n(HF_TPU_EXT_TRACEBACK=1 shows where)", file=sys.stderr)
         return 2
     return 0

@@ -93,17 +93,6 @@ def test_a_device_that_there_is_not(argv, message, capsys, monkeypatch):
     assert message in capsys.readouterr().err
 
 
-def test_the_first_of_several_processes_tells_a_mistake_first(monkeypatch, capsys):
-    """The launcher ends the others for it; one whose mistake is its own still tells it."""
-    told_before = []
-    monkeypatch.setattr("hf_tpu_ext.cli.main.time.sleep", lambda seconds: told_before.append(capsys.readouterr().err))
-    for rank in "01":
-        monkeypatch.setenv("RANK", rank)
-        assert main(["sft", "absent.yaml"]) == 2
-        assert told_before == [""] * int(rank)
-        assert capsys.readouterr().err.count("there is no such file") == 1
-
-
 def test_traceback_on_request(monkeypatch):
     monkeypatch.setenv("HF_TPU_EXT_TRACEBACK", "1")
     with pytest.raises(ValueError, match="there is no such file"):
