@@ -52,6 +52,7 @@ CASES = [
     _case(4, 1024, model="Gemma-3-1B"),
     _case(1, 8192, model="Gemma-3-1B"),
     _case(4, 1024, "full, dtype: bfloat16", "Gemma-3-1B", dtype="bfloat16"),
+    _case(1, 8192, "full, dtype: bfloat16", "Gemma-3-1B", dtype="bfloat16"),
     _case(4, 1024, model="Qwen2.5-7B", mesh="fsdp"),
 ]
 
