@@ -94,6 +94,7 @@ class RunRecord(TrainerCallback):
         )
         if self._samples:
             self._write("samples", step=None, rows=self._samples)
+            self._samples = ()
 
     def on_step_end(self, args, state, control, **kwargs):
         if self._writer is not None:

@@ -31,7 +31,7 @@ from .checks.device import bind_device
 from .checks.fields import adapt
 from .checks.followed import FollowedArguments
 from .checks.settings import check_architecture, check_processes, split_by
-from .checks.upstream import check_adapter, check_columns, check_trainer, has_own_loss, loads_model
+from .checks.upstream import check_adapter, check_columns, check_trainer, loads_model, overrides_loss
 from .configs import ExtensionArguments, PredictedTextArguments
 from .run.chips import Chips
 from .run.compiled_layers import CompiledLayers
@@ -82,7 +82,7 @@ class SetUpMixin:
             place=Place.of(self.backend, args, split_by(args)),
             trainer_kwargs={name: value for name, value in arguments.arguments.items() if name != "args"},
             loads_model=loads_model(args, arguments),
-            own_loss=has_own_loss(type(self)),
+            overrides_loss=overrides_loss(type(self)),
         )
         self.compiled = adapt_arguments(args)
         quantization = None

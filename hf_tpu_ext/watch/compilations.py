@@ -371,7 +371,10 @@ class ProgramWatch:
         def tick() -> None:
             while not is_done.wait(60.0 if bar.disable else 1.0):
                 line = f"compiling the {what}: {time.monotonic() - start:.0f} s"
-                tqdm.write(line, file=sys.stderr) if bar.disable else bar.set_description_str(line)
+                if bar.disable:
+                    tqdm.write(line, file=sys.stderr)
+                else:
+                    bar.set_description_str(line)
 
         ticker = threading.Thread(target=tick, daemon=True)
         ticker.start()

@@ -129,7 +129,7 @@ def test_absent_split_is_named(tiny, tmp_path, capsys):
     assert main([*argv, "--dataset_train_split", "training", "--output_dir", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert "The dataset has no split 'training'" in error
-    assert "rename the file to train on to train.jsonl and dataset_train_split to train" in error
+    assert "holds test.jsonl, train.jsonl: set dataset_train_split to train. Or" in error
 
 
 def test_a_file_that_makes_no_split_is_named(tiny, tmp_path, capsys):

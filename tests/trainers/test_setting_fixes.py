@@ -15,7 +15,7 @@ from hf_tpu_ext.sharding.mesh import resolve_mesh
 from hf_tpu_ext.trainers.checks.answers import Place
 from hf_tpu_ext.trainers.checks.fields import LOSSES, adapt
 from hf_tpu_ext.trainers.checks.settings import check_processes, split_by
-from hf_tpu_ext.trainers.checks.upstream import has_own_loss
+from hf_tpu_ext.trainers.checks.upstream import overrides_loss
 from hf_tpu_ext.trainers.online.arguments import count_rows_of_chips
 from hf_tpu_ext.trainers.run.lengths import declare_lengths
 
@@ -226,7 +226,9 @@ def test_names_of_losses(runs, config):
         def _compute_loss(self, model, inputs): ...
 
     def check(loss_type, cls=ours):
-        adapt(config(str(runs.output_dir), bf16=False, loss_type=loss_type), Place(), own_loss=has_own_loss(cls))
+        adapt(
+            config(str(runs.output_dir), bf16=False, loss_type=loss_type), Place(), overrides_loss=overrides_loss(cls)
+        )
 
     assert_fixes(check, dict(loss_type="sigmod"), f"Allowed: {', '.join(LOSSES[config])}")
     check("sigmod", Theirs)

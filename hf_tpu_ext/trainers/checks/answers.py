@@ -69,14 +69,14 @@ class CompiledArguments:
 class Run:
     """
     A run that is to be: `trainer_kwargs` are the other arguments of its trainer, by name, `loads_model` is whether it uses
-    `model_init_kwargs`, and `own_loss` whether the loss is of the user's own code.
+    `model_init_kwargs`, and `overrides_loss` whether the loss is of the user's own code.
     """
 
     compiled: CompiledArguments
     place: Place
     trainer_kwargs: Mapping[str, Any]
     loads_model: bool
-    own_loss: bool
+    overrides_loss: bool
 
     @property
     def args(self) -> TrainingArguments:

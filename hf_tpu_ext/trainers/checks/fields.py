@@ -54,7 +54,7 @@ def _makes_optimizer(run: Run) -> bool:
 
 def _is_no_loss(config: type[TrainingArguments], value: list[str] | str, run: Run) -> bool:
     names = value if isinstance(value, list) else [value]
-    return isinstance(run.args, config) and not run.own_loss and not set(names) <= set(LOSSES[config])
+    return isinstance(run.args, config) and not run.overrides_loss and not set(names) <= set(LOSSES[config])
 
 
 def _is_no_length(max_length: int | None, run: Run) -> bool:
@@ -360,7 +360,7 @@ def adapt(
     place: Place,
     trainer_kwargs: Mapping[str, Any] = MappingProxyType({}),
     loads_model: bool = False,
-    own_loss: bool = False,
+    overrides_loss: bool = False,
 ) -> CompiledArguments:
     """
     Adapt arguments to the place where they are to run, by the table.
@@ -374,7 +374,7 @@ def adapt(
             The trainer's other arguments, by the names of [`~transformers.Trainer`].
         loads_model (`bool`, *optional*, defaults to `False`):
             Whether it loads the model by its name, or a reference, with `model_init_kwargs`.
-        own_loss (`bool`, *optional*, defaults to `False`):
+        overrides_loss (`bool`, *optional*, defaults to `False`):
             Whether its class has code of its own for the loss.
 
     Returns:
@@ -383,7 +383,7 @@ def adapt(
     Raises:
         `ValueError`: A value is refused. The message says what to set instead.
     """
-    run = Run(CompiledArguments(copy_arguments(args)), place, trainer_kwargs, loads_model, own_loss)
+    run = Run(CompiledArguments(copy_arguments(args)), place, trainer_kwargs, loads_model, overrides_loss)
     for row in FIELDS + OWN + WEIGHTS_IN_PARTS:
         row.apply(run)
     return run.compiled

@@ -144,7 +144,7 @@ def check_columns(cls: type[Trainer], trainer_kwargs: Mapping[str, Any]) -> None
                 find_columns(dataset, name, upstream)
 
 
-def has_own_loss(cls: type[Trainer]) -> bool:
+def overrides_loss(cls: type[Trainer]) -> bool:
     """Whether a trainer class has code of its own for the loss, which may know other names of losses than upstream's."""
     return any(
         not owner.__module__.startswith(("hf_tpu_ext.", "transformers.", "trl.trainer."))
