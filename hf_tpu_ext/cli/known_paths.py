@@ -9,7 +9,7 @@ from urllib.request import getproxies
 
 from ..errors import UserError
 from ..hub_names import may_be_on_hub
-from .recipe import Recipe, similar_path
+from .recipe import Recipe, hint_at_similar
 
 
 #: Keys that take a directory, or the name of something on the hub.
@@ -32,9 +32,8 @@ def check_paths(recipe: Recipe, reads_data: bool = True) -> None:
             _refuse_file(recipe, value)
         if not isinstance(value, str) or "://" in value or os.path.exists(value):
             continue
-        near = similar_path(value)
         message = f"{recipe.where(key)}: {key} is {value!r}, and there is no such file or directory in {os.getcwd()}, where paths begin."
-        hint = f" Did you mean {near!r}?" if near else ""
+        hint = hint_at_similar(value)
         if not may_be_on_hub(value):
             raise NoSuchPath(message + hint)
         # A teacher whose cache is there is not loaded.
@@ -44,7 +43,7 @@ def check_paths(recipe: Recipe, reads_data: bool = True) -> None:
             )
         # `Qwen/Qwen3-0.6B-Base` may be on the hub, although there is a directory `Qwen/Qwen3-0.6B` here. Of a directory `chats` that is
         # gone, datasets would go on with the rows that it has kept.
-        if (near or key == "dataset_name" and "/" not in value) and os.environ.get("RANK", "0") == "0":
+        if (hint or key == "dataset_name" and "/" not in value) and os.environ.get("RANK", "0") == "0":
             print(f"{message} It is looked for on the hub.{hint}", file=sys.stderr)
 
 

@@ -180,12 +180,12 @@ def with_underscores(word: str) -> str:
     return "--" + name[2:].replace("-", "_") + equals + value if name.startswith("--") else word
 
 
-def similar_path(path: str) -> str | None:
-    """What is there with a name that is close to that of a path which is not."""
+def hint_at_similar(path: str) -> str:
+    """Of a path that is not there, the end of a message: what is there with a close name, if anything."""
     directory, name = os.path.split(path.rstrip("/"))
     inside = os.listdir(directory or ".") if os.path.isdir(directory or ".") else []
     near = difflib.get_close_matches(name, inside, n=1, cutoff=0.75)
-    return os.path.join(directory, near[0]) if near else None
+    return f" Did you mean {os.path.join(directory, near[0])!r}?" if near else ""
 
 
 def _keys_of(argv: list[str]) -> dict[str, Any]:
@@ -267,9 +267,7 @@ def _read_yaml(path: str) -> tuple[dict[str, Any], dict[str, list[int]]]:
             loader = _Loader(file)
             values = loader.get_single_data()
     except FileNotFoundError:
-        near = similar_path(path)
-        hint = f" Did you mean {near!r}?" if near else ""
-        raise UserError(f"--config {path}: there is no such file.{hint}") from None
+        raise UserError(f"--config {path}: there is no such file.{hint_at_similar(path)}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"--config {path} cannot be read as YAML: {error}") from error
     if values is None:

@@ -104,6 +104,9 @@ class Chips:
         self.split_output = partial(_split_output, backend)
         #: Rows per device and accumulation, as the recipe has them.
         self.recipe_rows = [args.per_device_train_batch_size, args.gradient_accumulation_steps]
+        #: What people are told that a run is on, and the setting for how many.
+        self.kind = kind_of_device(backend.name)
+        self.number_setting = "num_chips" if self.kind == "chip" else "num_processes"
         count_all_chips(args, backend.num_chips)
 
     def shard_training_state(
@@ -251,22 +254,20 @@ class Chips:
         if state["recipe_rows"] != self.recipe_rows or state["num_workers"] == workers:
             logger.warning(f"{before}; this run takes {self.rows_per_step}, as the recipe says.")
             return
-        kind = kind_of_device(self._backend.name)
         rows_at_once = args.train_batch_size * args.world_size
         if rows % rows_at_once == 0:
             args.gradient_accumulation_steps = rows // rows_at_once
         elif rows % (workers * args.gradient_accumulation_steps) == 0:
             args.per_device_train_batch_size = rows // (workers * args.gradient_accumulation_steps)
         else:
-            setting = "num_chips" if kind == "chip" else "num_processes"
             raise UserError(
-                f"{before} on {count(state['num_workers'], kind)}, which {count(workers, kind)} cannot keep with this recipe. "
-                f"Set {setting} to a number that divides {rows}, or set another per_device_train_batch_size or "
+                f"{before} on {count(state['num_workers'], self.kind)}, which {count(workers, self.kind)} cannot keep with this recipe. "
+                f"Set {self.number_setting} to a number that divides {rows}, or set another per_device_train_batch_size or "
                 "gradient_accumulation_steps, by which the run goes on with another global batch size."
             )
         logger.warning(
-            f"{before} on {count(state['num_workers'], kind)}. To keep it on {workers}: {args.per_device_train_batch_size} per {kind} x "
-            f"{count(args.gradient_accumulation_steps, 'gradient accumulation step')}."
+            f"{before} on {count(state['num_workers'], self.kind)}. To keep it on {workers}: {args.per_device_train_batch_size} per "
+            f"{self.kind} x {count(args.gradient_accumulation_steps, 'gradient accumulation step')}."
         )
 
     # ---- Words ----
