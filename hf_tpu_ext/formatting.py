@@ -43,6 +43,11 @@ def kind_of_device(backend: str) -> str:
     return "device" if backend in ("cuda", "cpu") else "chip"
 
 
+def number_setting(backend: str) -> str:
+    """The setting for how many devices of a backend a run takes."""
+    return "num_chips" if kind_of_device(backend) == "chip" else "num_processes"
+
+
 def count(number: int, what: str) -> str:
     """A number of things, e.g. `"1 program"`, `"1,200 programs"`."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"

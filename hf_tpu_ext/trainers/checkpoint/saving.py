@@ -20,7 +20,7 @@ from ...backends.processes import HostsDisagree
 from ...backends.streamed import read_all
 from ...callbacks.preemption import METADATA_URL, Preemption
 from ...errors import SaveError, UserError
-from ...formatting import count
+from ...formatting import count, kind_of_device
 from ...quantization.bitsandbytes import find_config
 from ...redaction import redact
 from ...report.make import in_card
@@ -215,7 +215,7 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
                 card.text = card.text.replace("[None](https://huggingface.co/None)", f"`{base}`, a local model")
             report = ": [report](report.md)" if path.with_name("report.md").is_file() else ""
             chips = self.backend.num_chips * self.args.world_size
-            on = f"{self.backend.device_name}, {count(chips, self.chips.kind)}"
+            on = f"{self.backend.device_name}, {count(chips, kind_of_device(self.backend.name))}"
             card.text += f"\n\nTrained with hf_tpu_ext {__version__} on {on}{report}.\n{in_card(path.parent)}"
             card.save(path)
 

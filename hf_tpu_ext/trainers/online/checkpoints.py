@@ -9,7 +9,7 @@ from torch.utils.data import Sampler
 from trl.trainer.utils import RepeatSampler
 
 from ...errors import UserError
-from ...formatting import count
+from ...formatting import count, kind_of_device, number_setting
 from ..checkpoint.run_state import read_run_state
 
 
@@ -107,9 +107,11 @@ class RolloutCheckpoints:
         """Generate as many rows as the run that is resumed has on another number of chips."""
         args, at_once = self.args, self._rows_of_micro_step
         if rows % at_once:
+            backend = self.backend.name
             raise UserError(
-                f"The checkpoint was written with {rows} rows of a generation on {count(num_workers, self.chips.kind)}, which do not divide into "
-                f"batches of {at_once} rows here. Set {self.chips.number_setting} to a number that divides {rows}, or set another per_device_train_batch_size."
+                f"The checkpoint was written with {rows} rows of a generation on {count(num_workers, kind_of_device(backend))}, which do "
+                f"not divide into batches of {at_once} rows here. Set {number_setting(backend)} to a number that divides {rows}, or set "
+                "another per_device_train_batch_size."
             )
         args.generation_batch_size, args.steps_per_generation = rows, rows // at_once
 

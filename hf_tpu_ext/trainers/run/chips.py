@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ...backends.base import Backend
 from ...errors import UserError
-from ...formatting import count, kind_of_device
+from ...formatting import count, kind_of_device, number_setting
 from ...sharding import ShardingPlan, advise_sharding, describe_hosts, describe_mesh, resolve_mesh
 from ...sharding.local_gradients import LocalGradients
 from ...sharding.per_chip import score_tokens_per_chip
@@ -104,9 +104,6 @@ class Chips:
         self.split_output = partial(_split_output, backend)
         #: Rows per device and accumulation, as the recipe has them.
         self.recipe_rows = [args.per_device_train_batch_size, args.gradient_accumulation_steps]
-        #: What people are told that a run is on, and the setting for how many.
-        self.kind = kind_of_device(backend.name)
-        self.number_setting = "num_chips" if self.kind == "chip" else "num_processes"
         count_all_chips(args, backend.num_chips)
 
     def shard_training_state(
@@ -254,6 +251,7 @@ class Chips:
         if state["recipe_rows"] != self.recipe_rows or state["num_workers"] == workers:
             logger.warning(f"{before}; this run takes {self.rows_per_step}, as the recipe says.")
             return
+        kind = kind_of_device(self._backend.name)
         rows_at_once = args.train_batch_size * args.world_size
         if rows % rows_at_once == 0:
             args.gradient_accumulation_steps = rows // rows_at_once
@@ -261,13 +259,13 @@ class Chips:
             args.per_device_train_batch_size = rows // (workers * args.gradient_accumulation_steps)
         else:
             raise UserError(
-                f"{before} on {count(state['num_workers'], self.kind)}, which {count(workers, self.kind)} cannot keep with this recipe. "
-                f"Set {self.number_setting} to a number that divides {rows}, or set another per_device_train_batch_size or "
+                f"{before} on {count(state['num_workers'], kind)}, which {count(workers, kind)} cannot keep with this recipe. "
+                f"Set {number_setting(self._backend.name)} to a number that divides {rows}, or set another per_device_train_batch_size or "
                 "gradient_accumulation_steps, by which the run goes on with another global batch size."
             )
         logger.warning(
-            f"{before} on {count(state['num_workers'], self.kind)}. To keep it on {workers}: {args.per_device_train_batch_size} per "
-            f"{self.kind} x {count(args.gradient_accumulation_steps, 'gradient accumulation step')}."
+            f"{before} on {count(state['num_workers'], kind)}. To keep it on {workers}: {args.per_device_train_batch_size} per {kind} x "
+            f"{count(args.gradient_accumulation_steps, 'gradient accumulation step')}."
         )
 
     # ---- Words ----
