@@ -1,9 +1,14 @@
-"""A path in a recipe that is not there is told at once. The hub would be asked for it, for the better part of a minute."""
+"""
+A path in a recipe that is not there is told at once. The hub would be asked for it, for the better part of a minute. So is a directory
+of a model without its tokenizer, for which upstream makes one without words, or asks for packages.
+"""
 
 import os
 import shlex
 import socket
 import sys
+from itertools import chain
+from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -16,8 +21,12 @@ from .recipe import Recipe, hint_at_similar
 _KEYS = ("dataset_name", "model_name_or_path", "teacher_model_name_or_path", "kd_teacher")
 
 
+# Files of tokenizers, by name.
+_OF_TOKENIZERS = ("*token*", "*vocab*", "*.model", "*.tiktoken", "tekken.json")
+
+
 class NoSuchPath(UserError):
-    """A path in a recipe is not there."""
+    """A path in a recipe is not there, or not all that is needed of it."""
 
 
 def check_paths(recipe: Recipe, reads_data: bool = True) -> None:
@@ -30,6 +39,8 @@ def check_paths(recipe: Recipe, reads_data: bool = True) -> None:
         value = recipe.get(key)
         if key == "dataset_name" and isinstance(value, str) and os.path.isfile(value):
             _refuse_file(recipe, value)
+        if key == "model_name_or_path" and isinstance(value, str):
+            _check_tokenizer(recipe, Path(value))
         if not isinstance(value, str) or "://" in value or os.path.exists(value):
             continue
         message = f"{recipe.where(key)}: {key} is {value!r}, and there is no such file or directory in {os.getcwd()}, where paths begin."
@@ -69,6 +80,14 @@ def _reaches(address: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def _check_tokenizer(recipe: Recipe, directory: Path) -> None:
+    if (directory / "config.json").is_file() and not any(chain.from_iterable(map(directory.glob, _OF_TOKENIZERS))):
+        raise NoSuchPath(
+            f"{recipe.where('model_name_or_path')}: the directory {str(directory)!r} has a model's config.json, and no tokenizer. Copy "
+            "the model's own beside it (tokenizer.json, tokenizer_config.json, chat_template.jinja)."
+        )
 
 
 def _refuse_file(recipe: Recipe, file: str) -> None:

@@ -137,10 +137,7 @@ def run(argv: list[str]) -> int:
                 programs, facts = trace_run(
                     lambda adapt: SCRIPTS[command].train(variant, SCRIPTS[command].parser(title, DESCRIPTION), adapt)
                 )
-            except (OSError, ValueError) as error:
-                # The second is what upstream raises where a directory has no tokenizer.
-                if isinstance(error, ValueError) and "Unrecognized processing class" not in str(error):
-                    raise
+            except OSError as error:
                 raise UserError(f"{error}\n{_NEEDS}") from error
             if options.seq_lengths:
                 facts = facts.without_data()

@@ -13,7 +13,7 @@ from trl import ScriptArguments
 from trl.scripts.utils import DatasetConfig, DatasetMixtureConfig
 
 from hf_tpu_ext.cli.broken_rows import naming_broken_rows
-from hf_tpu_ext.cli.known_paths import check_paths
+from hf_tpu_ext.cli.known_paths import NoSuchPath, check_paths
 from hf_tpu_ext.cli.recipe import Recipe
 from hf_tpu_ext.errors import UserError
 
@@ -126,3 +126,19 @@ def test_data_that_nothing_reads(here):
     check_paths(
         Recipe(command_line={"dataset_name": "./no.jsonl", "model_name_or_path": "tiny/model"}), reads_data=False
     )
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model", "tekken.json"]
+)
+def test_a_model_without_its_tokenizer(here, name):
+    """Of a Llama's configuration alone upstream makes a tokenizer without words, and trains on what that makes of a text."""
+    recipe = Recipe(path="recipe.yaml", file={"model_name_or_path": "tiny/model"})
+    (here / "tiny" / "model" / "config.json").write_text("{}")
+    (here / "tiny" / "model" / "generation_config.json").write_text("{}")
+    with pytest.raises(
+        NoSuchPath, match="recipe.yaml: the directory 'tiny/model' .* no tokenizer. Copy the model's own"
+    ):
+        check_paths(recipe)
+    (here / "tiny" / "model" / name).write_text("{}")
+    check_paths(recipe)
