@@ -72,7 +72,9 @@ class RunLines(TrainerCallback):
         ]
         if facts.lengths:
             tokens = total * max(facts.lengths)
-            parts.append(f"{'up to ' * (len(facts.lengths) > 1)}{tokens:,} tokens per optimizer step")
+            parts.append(
+                f"{'up to ' * (len(facts.lengths) > 1)}{tokens:,} tokens per optimizer step, padding included"
+            )
         if facts.programs is not None:
             parts.append(f"{count(facts.programs, 'training graph')} to compile")
         tqdm.write("Training on " + "; ".join(parts))

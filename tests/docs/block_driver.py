@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 from hf_tpu_ext.cli.main import main
-from hf_tpu_ext.examples.tiny import make_arithmetic, make_model
+from hf_tpu_ext.examples.tiny import make_arithmetic, make_model, make_preferences
 from hf_tpu_ext.examples.tiny_vision import make_digits, make_vision_model
 
 
@@ -21,6 +21,7 @@ def make_world():
     for name in ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "runs/sft_lora_qwen3", "runs/mine"):
         make_model(name)
     make_arithmetic("trl-lib/Capybara", num_rows=32)
+    make_preferences("trl-lib/ultrafeedback_binarized", num_rows=32)
     make_vision_model("HuggingFaceTB/SmolVLM-256M-Instruct", "smolvlm")
     make_digits(8).to_parquet("trl-lib/llava-instruct-mix/train.parquet")
 

@@ -54,7 +54,8 @@ def tables() -> dict[str, str]:
     for name, rows in (
         ("fields_replaced", fields.REPLACED),
         ("fields_without_effect", fields.WITHOUT_EFFECT),
-        ("fields_refused", (*fields.REFUSED_ON_XLA, *fields.REFUSED_ANYWHERE)),
+        ("fields_refused", fields.REFUSED_ON_XLA),
+        ("fields_refused_anywhere", fields.REFUSED_ANYWHERE),
     ):
         found[name] = "\n".join(["| Field | |", "|---|---|", *map(_line, rows)])
     return found

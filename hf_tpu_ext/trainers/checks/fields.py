@@ -189,8 +189,7 @@ REFUSED_ANYWHERE = at(
     ),
     refusal(
         "sync_ref_model",
-        "needs a reference model, and with LoRA the reference is the model without the adapter. Set sync_ref_model=False, or train "
-        "all weights.",
+        "does not work in TRL with LoRA. Set sync_ref_model=False, or train all weights.",
         values="with LoRA",
         when=lambda value, run: value and _has_adapter(run),
     ),
