@@ -1,5 +1,6 @@
 """The processes that a recipe is run in: by upstream's launcher on GPUs and the CPU, one for each chip with torch_tpu."""
 
+import logging
 import os
 import sys
 import time
@@ -83,6 +84,8 @@ def _launch_as_upstream(own_command: list[str], recipe: Recipe, parser: RecipePa
         return None
     launcher = launch.launch_command_parser()
     launcher.error = _refuse
+    # It would list its defaults, of which the trainer's arguments replace some: `mixed_precision` is `bf16`'s.
+    logging.getLogger(launch.__name__).setLevel(logging.ERROR)
     args = launcher.parse_args([*resolve_accelerate_config_argument(words), *own_command])
     if args.tpu:
         raise UserError("--tpu: this run is not on a TPU. Leave it out: a TPU is used where there is one.")

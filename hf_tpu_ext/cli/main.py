@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import traceback
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -79,6 +80,10 @@ def command() -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A file or a pipe has each line when it is written, also those of a run that is killed.
         sys.stdout.reconfigure(line_buffering=True)
+    # TRL, and upstream's own defaults, use the names that transformers has deprecated. No recipe can change that.
+    warnings.filterwarnings(
+        "ignore", ".*gradient_checkpointing.*is deprecated and will be removed in v6", FutureWarning
+    )
     if sys.argv[1:2] in (["prepare"], ["export"]):
         # They compute on the host. torch_xla warns, when it is imported, that it chooses by itself.
         os.environ.setdefault("PJRT_DEVICE", "CPU")

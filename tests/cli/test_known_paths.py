@@ -103,6 +103,18 @@ def test_a_line_that_is_no_json(here):
             datasets.load_dataset("chats", cache_dir=str(here / "cache"))
 
 
+def test_files_of_other_columns(here):
+    (here / "pairs").mkdir()
+    (here / "pairs" / "train.jsonl").write_text('{"chosen": "a", "rejcted": "b"}\n')
+    (here / "pairs" / "test.jsonl").write_text('{"chosen": "a", "rejected": "b"}\n')
+    with pytest.raises(UserError) as error:
+        with naming_broken_rows(ScriptArguments("pairs"), DatasetMixtureConfig()):
+            datasets.load_dataset("pairs", cache_dir=str(here / "cache"))
+    message = str(error.value)
+    assert "pairs/test.jsonl has chosen, rejected; pairs/train.jsonl has chosen, rejcted" in message
+    assert "need the same columns" in message and "Rename a column" in message
+
+
 def test_data_that_is_gone_gets_a_line(here, capsys):
     """Of a directory that was there, datasets goes on with the rows that it has kept."""
     (here / "chats").mkdir()

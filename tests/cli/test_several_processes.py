@@ -151,7 +151,8 @@ def test_trl_trains_in_two_processes_as_stock_does(command, directory):
 def test_hf_tpu_and_launchers_start_the_same_run(directory):
     (directory / "train.py").write_text(SCRIPT)
     options = write(directory, "by_hf_tpu", use_peft=False, save_strategy="steps", save_steps=3)
-    run([BIN / "hf-tpu", "sft", *options, *TWO], directory)
+    printed = run([BIN / "hf-tpu", "sft", *options, *TWO], directory).stderr
+    assert "deprecated" not in printed and "accelerate launch" not in printed
     expected = states(directory, "by_hf_tpu/checkpoint-3")
     launchers = {
         "torchrun": [BIN / "torchrun", "--nproc_per_node", "2"],

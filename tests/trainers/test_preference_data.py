@@ -8,6 +8,7 @@ from datasets import Dataset
 from preference import Case, rows_for, trainer_for
 from refusals import refused
 from trl import DPOTrainer
+from trl.data_utils import unpair_preference_dataset
 
 from hf_tpu_ext import TPUDPOTrainer
 
@@ -94,3 +95,18 @@ def test_rows_that_upstream_leaves_out_are_counted(xla, tmp_path, caplog):
         replace(case, settings={**case.settings, "truncation_mode": "keep_end"}), tmp_path, ours=True
     )
     assert len(keeps_end.train_dataset) == 22
+
+
+@pytest.mark.parametrize(
+    ("shuffled", "settings"), [(False, {}), (True, {}), (False, {"loss_type": "apo_zero_unpaired"})]
+)
+def test_pairs_that_kto_takes_one_label_after_the_other(xla, tmp_path, caplog, shuffled, settings):
+    logging.getLogger("hf_tpu_ext").propagate = True
+    data = rows_for("kto", "paired")
+    if shuffled:
+        data = unpair_preference_dataset(data).shuffle(seed=42)
+    settings = {**settings, **({"train_sampling_strategy": "random"} if settings else {})}
+    trainer = trainer_for(Case("kto", settings), tmp_path, ours=True, train_dataset=data)
+    rows = trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps
+    told = f"The first {rows} rows of the train dataset, those of a step, all have label=True" in caplog.text
+    assert told != (shuffled or bool(settings))

@@ -125,7 +125,22 @@ class PreferenceData:
             prepared_dataset = prepare(dataset, processing_class, args, dataset_name)
         if isinstance(dataset, datasets.Dataset) and isinstance(prepared_dataset, datasets.Dataset):
             _check_rows_are_left(dataset, prepared_dataset, dataset_name, args, prepare, processing_class)
+            if dataset_name == "train" and "label" in prepared_dataset.column_names:
+                _check_labels_are_mixed(prepared_dataset, args)
         return prepared_dataset
+
+
+def _check_labels_are_mixed(dataset: datasets.Dataset, args) -> None:
+    """Warn of rows in the order of their labels, as upstream makes them of pairs: all that are chosen, then all that are rejected."""
+    rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    labels = dataset["label"]
+    if args.train_sampling_strategy == "sequential" and len(set(labels[:rows])) == 1 and len(set(labels)) == 2:
+        logger.warning(
+            f"The first {min(rows, len(labels))} rows of the train dataset, those of a step, all have label={labels[0]}, and KTO takes rows "
+            "in their order: a step learns from one label alone. Give shuffled rows, "
+            "trl.data_utils.unpair_preference_dataset(dataset).shuffle(seed=42) of pairs; or set loss_type='apo_zero_unpaired' and "
+            "train_sampling_strategy='random'."
+        )
 
 
 def _check_rows_are_left(dataset, prepared_dataset, name: str, args, prepare: Callable, processing_class) -> None:
