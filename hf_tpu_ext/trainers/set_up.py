@@ -31,7 +31,7 @@ from .checks.device import bind_device
 from .checks.fields import adapt
 from .checks.followed import FollowedArguments
 from .checks.settings import check_architecture, check_processes, split_by
-from .checks.upstream import check_adapter, check_columns, check_trainer, loads_model, overrides_loss
+from .checks.upstream import check_adapter, check_columns, check_reference, check_trainer, loads_model, overrides_loss
 from .configs import ExtensionArguments, PredictedTextArguments
 from .run.chips import Chips
 from .run.compiled_layers import CompiledLayers
@@ -74,6 +74,7 @@ class SetUpMixin:
             check_trainer(type(self), arguments.arguments)
         else:
             check_columns(type(self), arguments.arguments)
+        check_reference(type(self), arguments.arguments)
         if self.backend.traces_steps:
             check_adapter(arguments.arguments)
         # What the caller changes in its arguments later is adapted in the same way.

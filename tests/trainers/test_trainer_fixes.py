@@ -29,7 +29,7 @@ from hf_tpu_ext.trainers.checks.datasets import check_columns_are_text, check_da
 from hf_tpu_ext.trainers.checks.fields import adapt
 from hf_tpu_ext.trainers.checks.preferences import check_preferences
 from hf_tpu_ext.trainers.checks.settings import check_architecture
-from hf_tpu_ext.trainers.checks.upstream import check_adapter
+from hf_tpu_ext.trainers.checks.upstream import check_adapter, check_reference
 from hf_tpu_ext.trainers.online.checkpoints import RolloutCheckpoints
 from hf_tpu_ext.trainers.online.checks import check_rollouts
 from hf_tpu_ext.trainers.run.chips import Chips
@@ -136,6 +136,16 @@ def test_adapters_of_sparse_tensors(tiny_model, wrapped):
     message = refusal(lambda **settings: check_adapter(settings), given)
     assert "peft_config=LoraConfig(...)" in message and "use_cpu=True" in message
     check_adapter({"model": model, "peft_config": LoraConfig(target_modules=["q_proj"])})
+
+
+def test_name_of_a_reference_model(tiny_model):
+    """The trainer refuses it, and takes what the message says to pass."""
+    rows = Dataset.from_list([ROW] * 2)
+    args = TPUDPOConfig("unused", report_to="none", use_cpu=True)
+    with pytest.raises(UserError) as error:
+        TPUDPOTrainer(str(tiny_model), ref_model=str(tiny_model), args=args, train_dataset=rows)
+    call = re.search(r"ref_model=(AutoModel\S+\))\.$", str(error.value)).group(1)
+    check_reference(TPUDPOTrainer, {"ref_model": eval(call)})
 
 
 def test_columns_of_images():

@@ -130,6 +130,16 @@ def check_adapter(trainer_kwargs: Mapping[str, Any]) -> None:
         )
 
 
+def check_reference(cls: type[Trainer], trainer_kwargs: Mapping[str, Any]) -> None:
+    """Refuse the name of a reference model (`ValueError`). The arguments are those of [`check_trainer`]."""
+    name = trainer_kwargs.get("ref_model")
+    if isinstance(name, str) and upstream_of(cls).__name__ in _TAKE_PREFERENCES:
+        raise UserError(
+            f"ref_model={name!r} is a name, and the reference has to be a loaded model. Pass "
+            f"ref_model=AutoModelForCausalLM.from_pretrained({name!r})."
+        )
+
+
 def check_columns(cls: type[Trainer], trainer_kwargs: Mapping[str, Any]) -> None:
     """
     Refuse preference data without its columns (`ValueError`) where upstream's loop runs, which looks for them when the model is
