@@ -103,10 +103,10 @@ class RunLines(TrainerCallback):
             tqdm.write(describe_cache_use(cache))
         losses = [(entry["step"], entry["eval_loss"]) for entry in state.log_history if "eval_loss" in entry]
         if len(losses) > 1 and steps:
-            (_, first), (_, last) = losses[0], losses[-1]
+            (first_step, first), (last_step, last) = losses[0], losses[-1]
             best = dict(losses).get(state.best_global_step) if args.load_best_model_at_end else None
             if best is None:
-                tqdm.write(f"Evaluation loss: {first:.4f} -> {last:.4f}")
+                tqdm.write(f"Evaluation loss: {first:.4f} -> {last:.4f} (steps {first_step} to {last_step})")
             else:
                 tqdm.write(
                     f"Evaluation loss: {first:.4f} -> {best:.4f} at step {state.best_global_step}, whose weights are loaded "

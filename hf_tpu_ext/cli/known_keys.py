@@ -55,7 +55,9 @@ def refuse_unknown(
     """
     lines = []
     for values, key in unknown:
-        close = difflib.get_close_matches(key, list(known_keys), n=1)
+        # `lora_rank` is meant for `lora_r`, although `local_rank` has more letters of it.
+        beginnings = sorted((name for name in known_keys if "_" in name and key.startswith(name)), key=len)
+        close = beginnings[-1:] or difflib.get_close_matches(key, list(known_keys), n=1)
         where = f"in {recipe.path}" if values is recipe.file else "on the command line"
         hint = f"Did you mean {close[0]!r}?" if close else f"`{f'{prog} --help'.strip()}` lists the keys."
         lines.append(f"unknown key {key!r} {where}. {hint}")

@@ -99,7 +99,11 @@ class TRLScript:
             loader = "transformers.AutoModelForImageTextToText"
         # Of an adapter's base, which has no head, the number of labels is not known.
         labels = ", num_labels=1" if model_args.use_peft and self.trains_head else ""
-        print(f"Load it anywhere with {loader}.from_pretrained({training_args.output_dir!r}{labels})")
+        base = model_args.model_name_or_path
+        # An adapter names its base as the recipe does.
+        is_relative = model_args.use_peft and not os.path.isabs(base) and os.path.isdir(base)
+        where = "from this directory, where its base is," if is_relative else "anywhere"
+        print(f"Load it {where} with {loader}.from_pretrained({training_args.output_dir!r}{labels})")
         merge = " --merge" if model_args.use_peft else ""
         if vars(training_args).get("qat_weight_dtype") is not None:
             print(f"It is not rounded there. Round it: hf-tpu export {training_args.output_dir}{merge} --quantize")

@@ -204,7 +204,8 @@ class TPUTrainerMixin(
             self.agreement.check_beginning(named_datasets(self.train_dataset, self.eval_dataset))
             record = next((each for each in self.callback_handler.callbacks if isinstance(each, RunRecord)), None)
             if self._writes_run:
-                set_aside(self._get_output_dir(trial), checkpoint, writes_record=record is not None)
+                took_newest = checkpoint is not None and resume_from_checkpoint is True
+                set_aside(self._get_output_dir(trial), checkpoint, record is not None, took_newest)
             with (
                 self.backend.processes.together("training"),
                 self.stopping_when_told(),

@@ -26,12 +26,13 @@ from ..step.metrics import LossLog
 from ..step.optimizer import LazyAdamW, check_optimizer, follow_placed, place_loaded
 from ..step.running_code import is_known
 from .checks.adaptations import ADAMW_NAMES, FULL_STATE_NAMES
+from .checks.adapters import check_adapter, check_modules_of_adapter
 from .checks.answers import Place
 from .checks.device import bind_device
 from .checks.fields import adapt
 from .checks.followed import FollowedArguments
 from .checks.settings import check_architecture, check_processes, split_by
-from .checks.upstream import check_adapter, check_columns, check_reference, check_trainer, loads_model, overrides_loss
+from .checks.upstream import check_columns, check_reference, check_trainer, loads_model, overrides_loss
 from .configs import ExtensionArguments, PredictedTextArguments
 from .run.chips import Chips
 from .run.compiled_layers import CompiledLayers
@@ -135,6 +136,7 @@ class SetUpMixin:
         self._models_on_device: WeakSet[nn.Module] = WeakSet()
         self._follows_optimizer = arguments.arguments.get("optimizers", (None,))[0] is not None
         super().__init__(**arguments.arguments)
+        check_modules_of_adapter(self.model)
         self.agreement.take_random_state()
         self._arrange_metrics()
         if self.backend.traces_steps:

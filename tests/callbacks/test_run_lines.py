@@ -18,7 +18,7 @@ def test_losses_of_evaluations_are_those_of_a_run_that_trained(tmp_path, capsys,
     lines.on_train_begin(args, state, TrainerControl())
     state.global_step = 4
     lines.on_train_end(args, state, TrainerControl())
-    assert ("Evaluation loss: 3.0000 -> 1.0000" in capsys.readouterr().out) == says
+    assert ("Evaluation loss: 3.0000 -> 1.0000 (steps 2 to 4)" in capsys.readouterr().out) == says
 
 
 class _Traces(CPUBackend):

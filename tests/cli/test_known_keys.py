@@ -8,8 +8,10 @@ import pytest
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
 from hf_tpu_ext import trainers
-from hf_tpu_ext.cli.known_keys import _names
+from hf_tpu_ext.cli.known_keys import _names, check_keys
+from hf_tpu_ext.cli.recipe import Recipe
 from hf_tpu_ext.cli.recipe_parser import _launcher_actions
+from hf_tpu_ext.errors import UserError
 
 
 def test_typing_error_is_refused_before_heavy_imports(tmp_path):
@@ -24,6 +26,12 @@ def test_typing_error_is_refused_before_heavy_imports(tmp_path):
     )
     assert result.stdout == "2 []\n"
     assert f"unknown key 'learning_rat' in {recipe}. Did you mean 'learning_rate'?" in result.stderr
+
+
+def test_a_key_that_begins_as_a_known_one_is_taken_for_that():
+    recipe = Recipe(command_line={"lora_rank": "8"})
+    with pytest.raises(UserError, match="unknown key 'lora_rank' on the command line. Did you mean 'lora_r'?"):
+        check_keys(recipe)
 
 
 CONFIGS = [vars(trainers)[name] for name in trainers.__all__ if name.endswith(("Config", "Arguments"))]

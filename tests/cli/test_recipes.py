@@ -147,5 +147,9 @@ def test_a_file_that_makes_no_split_is_named(tiny, tmp_path, capsys):
             f"has no split '{split}'. {data} holds heldout.jsonl, train.jsonl: rename the file to evaluate on" in error
         )
         assert ("to test.jsonl and dataset_test_split to test. Or" in error) == (split == "heldout")
-    (data / "heldout.jsonl").rename(data / "test.jsonl")
+    (data / "heldout.jsonl").rename(tmp_path / "test.jsonl")
+    assert main(argv) == 2
+    said = f"{data} holds train.jsonl: put rows to evaluate on beside it, as test.jsonl, or leave out eval_strategy."
+    assert said in capsys.readouterr().err
+    (tmp_path / "test.jsonl").rename(data / "test.jsonl")
     assert main(argv) == 0

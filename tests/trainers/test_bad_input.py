@@ -179,6 +179,12 @@ def test_no_column_to_train_on(runs, form):
     refused(words, lambda: runs.ours(train=False, kwargs={"train_dataset": form(QUESTIONS)}))
 
 
+def test_a_column_with_a_typing_error(runs):
+    data = Dataset.from_list([{"mesages": [{"role": "user", "content": "a"}]}])
+    words = ["Did you mean 'messages'? Rename the column 'mesages'."]
+    refused(words, lambda: runs.ours(train=False, kwargs={"train_dataset": data}))
+
+
 @pytest.mark.parametrize(
     ("eval_dataset", "name"), [(QUESTIONS, "eval_dataset has"), ({"short": QUESTIONS}, "eval_dataset['short'] has")]
 )

@@ -1,6 +1,7 @@
 """Checkpoints on disk: whole or not there, and a full disk costs no good one."""
 
 import json
+import logging
 import os
 import resource
 import shutil
@@ -80,6 +81,17 @@ def test_a_checkpoint_behind_a_link_is_resumed_from_and_not_moved(tmp_path):
     set_aside(tmp_path / "run", str(older))
     assert list(checkpoints_by_step(tmp_path / "run")) == [2]
     assert find_damage(tmp_path / "run" / "_earlier-1" / "checkpoint-4") is None
+
+
+def test_a_damaged_checkpoint_is_moved_and_not_offered(tmp_path, caplog):
+    logging.getLogger("hf_tpu_ext").propagate = True
+    older, newest = (write_checkpoint(tmp_path, step) for step in (2, 4))
+    set_aside(tmp_path, str(older))
+    assert f"set resume_from_checkpoint='{tmp_path / '_earlier-1' / 'checkpoint-4'}'" in caplog.text
+    caplog.clear()
+    write_checkpoint(tmp_path, 4)
+    set_aside(tmp_path, str(older), took_newest=True)
+    assert "They are moved to" in caplog.text and "To go on" not in caplog.text
 
 
 def test_a_checkpoint_behind_a_link_is_not_deleted(tmp_path):

@@ -1,6 +1,7 @@
 """What a trainer refuses is accepted once data, settings or files are changed as the message says."""
 
 import json
+import logging
 import re
 import shlex
 import shutil
@@ -16,7 +17,7 @@ from peft import LoraConfig, ShiraConfig, get_peft_model
 from preference import Case, rows_for, trainer_for
 from rollouts import Case as RolloutCase
 from rollouts import trainer_for as rollout_trainer_for
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl import GRPOConfig
 
 from hf_tpu_ext import TPUDPOConfig, TPUDPOTrainer, TPUSFTConfig
@@ -24,12 +25,13 @@ from hf_tpu_ext.errors import UserError
 from hf_tpu_ext.quantization.trained_for import QUANTIZATION_FILE, TrainedFor
 from hf_tpu_ext.trainers.checkpoint.base_record import BASE_FILE, find_differences
 from hf_tpu_ext.trainers.checkpoint.lookup import find_checkpoint
+from hf_tpu_ext.trainers.checks.adapters import check_adapter, check_modules_of_adapter
 from hf_tpu_ext.trainers.checks.answers import Place
 from hf_tpu_ext.trainers.checks.datasets import check_columns_are_text, check_dataset
 from hf_tpu_ext.trainers.checks.fields import adapt
 from hf_tpu_ext.trainers.checks.preferences import check_preferences
 from hf_tpu_ext.trainers.checks.settings import check_architecture
-from hf_tpu_ext.trainers.checks.upstream import check_adapter, check_reference
+from hf_tpu_ext.trainers.checks.upstream import check_reference
 from hf_tpu_ext.trainers.online.checkpoints import RolloutCheckpoints
 from hf_tpu_ext.trainers.online.checks import check_rollouts
 from hf_tpu_ext.trainers.run.chips import Chips
@@ -136,6 +138,21 @@ def test_adapters_of_sparse_tensors(tiny_model, wrapped):
     message = refusal(lambda **settings: check_adapter(settings), given)
     assert "peft_config=LoraConfig(...)" in message and "use_cpu=True" in message
     check_adapter({"model": model, "peft_config": LoraConfig(target_modules=["q_proj"])})
+
+
+def test_modules_that_an_adapter_names_and_a_model_lacks(tiny_model, caplog):
+    """PEFT trains without them, and says nothing."""
+    logging.getLogger("hf_tpu_ext").propagate = True
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    config = LoraConfig(target_modules=["q_proj", "v_prjo"], modules_to_save=["lm_haed"])
+    check_modules_of_adapter(get_peft_model(model, config))
+    assert "target_modules of the adapter names 'v_prjo'" in caplog.text and "Did you mean 'v_proj'?" in caplog.text
+    assert "modules_to_save of the adapter names 'lm_haed'" in caplog.text and "Did you mean 'lm_head'?" in caplog.text
+    caplog.clear()
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_model)
+    config = LoraConfig(task_type="SEQ_CLS", target_modules=["self_attn.q_proj"])
+    check_modules_of_adapter(get_peft_model(model, config))
+    assert "of the adapter" not in caplog.text
 
 
 def test_name_of_a_reference_model(tiny_model):

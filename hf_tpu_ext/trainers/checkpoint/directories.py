@@ -52,7 +52,9 @@ def remove_leftovers(run_dir: str | Path) -> None:
             remove_temporary(path, path.with_name(path.name.removeprefix(_TEMPORARY)))
 
 
-def set_aside(run_dir: str | Path, resumed_from: str | None, writes_record: bool = True) -> None:
+def set_aside(
+    run_dir: str | Path, resumed_from: str | None, writes_record: bool = True, took_newest: bool = False
+) -> None:
     """
     Move what a run does not go on from out of its way, with a line that says so: all checkpoints that are in its
     directory if it begins anew, those after the one that it resumes, and what has the name of a checkpoint that it may
@@ -61,7 +63,8 @@ def set_aside(run_dir: str | Path, resumed_from: str | None, writes_record: bool
     What is left in the directory is of this run, so its newest checkpoint is the one with the highest number, for
     upstream's code too, and none of another run is ever replaced or deleted. With the checkpoints of a run goes its
     record. The record of a run that left no checkpoint is replaced by a run that begins anew. Files by the names of a
-    record that no run has written are moved, if this run `writes_record`.
+    record that no run has written are moved, if this run `writes_record`. If it `took_newest`, which is the newest checkpoint that is
+    whole, later ones are damaged, and no run can go on with them.
     """
     run_dir = Path(run_dir)
     # Whatever has such a name would be replaced: a file or a broken link, too.
@@ -87,7 +90,7 @@ def set_aside(run_dir: str | Path, resumed_from: str | None, writes_record: bool
     else:
         what = f"This run goes on from {resumed_from}, before {text}"
     go_on = ""
-    if others:
+    if others and not took_newest:
         go_on = f" To go on with one of them, stop this run and set resume_from_checkpoint={str(aside / names[-1])!r}."
     logger.warning(f"{what}. They are moved to {aside}, where nothing deletes them.{go_on}")
     aside.mkdir()

@@ -213,6 +213,7 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
                 # Upstream has no name for a model of this machine.
                 base = Path(self.model.config.name_or_path).name
                 card.text = card.text.replace("[None](https://huggingface.co/None)", f"`{base}`, a local model")
+            card.text = card.text.replace('model="None"', f'model="{path.parent.name}"')
             report = ": [report](report.md)" if path.with_name("report.md").is_file() else ""
             chips = self.backend.num_chips * self.args.world_size
             on = f"{self.backend.device_name}, {count(chips, kind_of_device(self.backend.name))}"

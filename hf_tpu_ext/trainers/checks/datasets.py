@@ -1,5 +1,6 @@
 """Datasets that cannot work are refused before anything is loaded or compiled."""
 
+import difflib
 from typing import Any
 
 import datasets
@@ -13,6 +14,7 @@ from ...vision.collator import IMAGE_COLUMNS
 
 
 _NEEDED = "'messages', 'prompt' and 'completion', 'conversations', 'input_ids'"
+_COLUMNS = ("messages", "prompt", "completion", "conversations", "input_ids")
 
 
 def named_datasets(train_dataset, eval_dataset) -> dict[str, Any]:
@@ -66,10 +68,13 @@ def check_dataset(dataset, name: str, args: SFTConfig, has_formatting_func: bool
         return
     text_columns = {args.dataset_text_field, "messages", "conversations", "input_ids"} & set(columns)
     if not text_columns and not {"prompt", "completion"} <= set(columns):
+        fix = f"Name the text column, for example dataset_text_field={columns[0]!r}, rename a column, or pass a formatting_func."
+        for column in columns:
+            if close := difflib.get_close_matches(column, [*_COLUMNS, args.dataset_text_field], n=1, cutoff=0.75):
+                fix = f"Did you mean {close[0]!r}? Rename the column {column!r}."
         raise UserError(
             f"{name} has no column to train on. It has {columns}; needed is the text column "
-            f"({args.dataset_text_field!r}) or {_NEEDED}. Name the text column, for example "
-            f"dataset_text_field={columns[0]!r}, rename a column, or pass a formatting_func."
+            f"({args.dataset_text_field!r}) or {_NEEDED}. {fix}"
         )
     if isinstance(dataset, datasets.Dataset):
         _check_no_nulls(dataset, set(columns), name, args.dataset_text_field)

@@ -10,7 +10,6 @@ from types import FunctionType
 from typing import Any, get_args, get_type_hints
 
 from datasets import Dataset
-from peft import PeftModel, ShiraConfig
 from transformers import Trainer, TrainingArguments
 from trl.trainer.utils import get_config_model_id
 
@@ -117,17 +116,6 @@ def check_trainer(cls: type[Trainer], trainer_kwargs: Mapping[str, Any]) -> None
                 check_columns_are_text(dataset, name, upstream.__name__)
             if upstream.__name__ in _TAKE_PREFERENCES:
                 check_preferences(dataset, name, upstream.__name__)
-
-
-def check_adapter(trainer_kwargs: Mapping[str, Any]) -> None:
-    """Refuse an adapter that torch_xla has no operators for (`ValueError`). The arguments are those of [`check_trainer`]."""
-    model = trainer_kwargs.get("model")
-    configs = model.peft_config.values() if isinstance(model, PeftModel) else [trainer_kwargs.get("peft_config")]
-    if any(isinstance(config, ShiraConfig) for config in configs):
-        raise UserError(
-            "SHiRA adds a sparse tensor to a weight (peft_config=ShiraConfig(...)), and torch_xla has no sparse tensors. Take another "
-            "adapter, for example peft_config=LoraConfig(...), or train it on CUDA (backend='cuda') or on the CPU (use_cpu=True)."
-        )
 
 
 def check_reference(cls: type[Trainer], trainer_kwargs: Mapping[str, Any]) -> None:
