@@ -154,6 +154,8 @@ class StepStatus(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         self.end_step()
+        # Of the steps since the last log.
+        self._take_batches()
         self.clock.enter(None)
 
     def end_step(self) -> None:
@@ -202,11 +204,8 @@ class StepStatus(TrainerCallback):
         spent, self._before_window = seconds_of - self._before_window, seconds_of
         in_steps = sum(seconds for phase, seconds in spent.items() if phase not in BESIDES_STEPS)
         logs = {"step_time": round(in_steps / self._steps, 6)}
-        # Sums on a device are read here, once a log; on XLA batches are counted on the host.
-        counts = {shape: count._replace(tokens=int(count.tokens)) for shape, count in self._window.items()}
-        if self._over_processes is not None:
-            counts = {shape: BatchCount(*self._over_processes(list(count))) for shape, count in counts.items()}
-        if counts:
+        self._steps = 0
+        if counts := self._take_batches():
             total = sum(counts.values(), BatchCount())
             logs["tokens_per_second"] = round(total.tokens / in_steps, 3)
             logs["padded_tokens_per_second"] = round(total.padded_tokens / in_steps, 3)
@@ -217,10 +216,18 @@ class StepStatus(TrainerCallback):
                 logs["mfu"] = round(flops / in_steps / peak, 4)
         if (peak := self._backend.peak_memory()) is not None:
             logs["peak_memory_gib"] = round(peak / 2**30, 3)
+        return logs
+
+    def _take_batches(self) -> dict[tuple[int, ...], BatchCount]:
+        """The batches of all processes since the last call, by their shape. They are added to those of the run."""
+        # Sums on a device are read here, once a log; on XLA batches are counted on the host.
+        counts = {shape: count._replace(tokens=int(count.tokens)) for shape, count in self._window.items()}
+        self._window = {}
+        if self._over_processes is not None:
+            counts = {shape: BatchCount(*self._over_processes(list(count))) for shape, count in counts.items()}
         for shape, count in counts.items():
             self.batches[shape] = self.batches.get(shape, BatchCount()) + count
-        self._window, self._steps = {}, 0
-        return logs
+        return counts
 
     def take_phases(self) -> dict[str, float]:
         """Seconds of each phase since training began, by its name in the last log of a run."""

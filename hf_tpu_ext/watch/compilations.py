@@ -24,8 +24,10 @@ from .source_lines import describe_line, own_line
 
 logger = logging.get_logger(__name__)
 
-# Lines about one program, before its recompiles are only counted.
-_MOST_LINES = 5
+# Lines about one program, before its recompiles are only counted, and causes that the end of a run names.
+_MOST_LINES, _MOST_CAUSES = 5, 3
+# Seconds of a compilation that is told of where there are no progress bars.
+_LONG = 5.0
 # Compiled states of one program that a further one is compared with.
 _MOST_COMPARED = 8
 # Steps whose programs are listed after a recompile that nothing explains, and before the first where steps are traced.
@@ -99,7 +101,9 @@ class ProgramWatch:
         find_dependencies (`Callable[[], Dependencies]`):
             Tells what the step under way depends on.
         quiet (`bool`, *optional*, defaults to `False`):
-            Whether to leave out the progress of a compilation.
+            Whether to tell of no first compilation.
+        bars (`bool`, *optional*, defaults to `True`):
+            Whether there are progress bars. Without them, only first compilations are told of that take long.
         find_batch_source (`Callable[[], str]`, *optional*):
             Says in words who makes the batches, by default the data collator.
         note_python (`Callable[[], Callable[[], str | None]]`, *optional*):
@@ -117,6 +121,7 @@ class ProgramWatch:
         backend: Backend,
         find_dependencies: Callable[[], Dependencies],
         quiet: bool = False,
+        bars: bool = True,
         find_batch_source: Callable[[], str] = lambda: "the data collator",
         note_python: Callable[[], Callable[[], str | None]] | None = None,
         find_own_code: Callable[[], str] = str,
@@ -124,7 +129,7 @@ class ProgramWatch:
         max_recompiles: int | None = None,
     ):
         self._backend = backend
-        self._quiet = quiet
+        self._quiet, self._bars = quiet, bars
         self._find_dependencies, self._find_batch_source = find_dependencies, find_batch_source
         self._note_python, self._find_own_code = note_python, find_own_code
         self._find_results = find_results
@@ -348,12 +353,14 @@ class ProgramWatch:
             logger.warning(f"{line}{end}")
 
     def describe(self) -> str | None:
-        """Sum up in a line what was compiled again; `None` if nothing was."""
-        again = [event for event in self.events if event.cause is not None]
+        """Sum up in a line what the run has compiled again; `None` if nothing was."""
+        again = [event for event in self.events_of_run if event.cause is not None]
         if not again:
             return None
-        causes = Counter(event.cause for event in again)
-        text = "; ".join(f"{cause} ({count}x)" for cause, count in causes.most_common(3))
+        causes = Counter(event.cause for event in again).most_common()
+        if num_others := sum(count for _, count in causes[_MOST_CAUSES:]):
+            causes[_MOST_CAUSES:] = [("other causes", num_others)]
+        text = "; ".join(f"{cause} ({count}x)" for cause, count in causes)
         return f"Recompilations: {len(again)} in {sum(event.seconds for event in again):.1f} s. {text}"
 
     @contextmanager
@@ -365,7 +372,12 @@ class ProgramWatch:
         start, compiles = time.monotonic(), self._backend.compiles()
         # `None`: in a file it would leave a terminal's escapes. There, a line a minute says that it goes on.
         bar = tqdm(
-            total=0, bar_format="{desc}", leave=False, desc=f"compiling the {what}", file=sys.stderr, disable=None
+            total=0,
+            bar_format="{desc}",
+            leave=False,
+            desc=f"compiling the {what}",
+            file=sys.stderr,
+            disable=None if self._bars else True,
         )
 
         def tick() -> None:
@@ -384,5 +396,6 @@ class ProgramWatch:
             is_done.set()
             ticker.join()
             bar.close()
-        verb = "compiled" if self._backend.compiles() > compiles else "found"
-        tqdm.write(f"{verb} the {what} in {time.monotonic() - start:.1f} s", file=sys.stderr)
+        verb, seconds = "compiled" if self._backend.compiles() > compiles else "found", time.monotonic() - start
+        if self._bars or seconds >= _LONG:
+            tqdm.write(f"{verb} the {what} in {seconds:.1f} s", file=sys.stderr)

@@ -94,6 +94,10 @@ def test_tokens_of_a_batch(batch, tokens, padded):
     assert (count.batches, count.tokens, count.padded_tokens) == (2, 2 * tokens, 2 * padded)
     assert logs["padded_tokens_per_second"] / logs["tokens_per_second"] == pytest.approx(padded / tokens, rel=1e-3)
     assert status.take_speed() == {}, "no step since"
+    # What comes after the last log is of the run as well.
+    status.count(batch)
+    status.on_train_end(None, None, None)
+    assert list(status.batches.values()) == [(3, 3 * tokens, 3 * padded)]
 
 
 def test_batches_without_tokens_are_timed_only():

@@ -23,7 +23,8 @@ CONFIG = dict(config_cls=TPUSFTConfig, run_report=True, max_steps=6, logging_ste
 def test_a_run_leaves_its_report(runs, capsys):
     # Of a rank that no other test has: programs are compiled once in a process.
     trainer = runs.ours(
-        **CONFIG,
+        **{**CONFIG, "logging_steps": 4},
+        include_num_input_tokens_seen="non_padding",
         lora={"r": 3},
         eval_strategy="steps",
         eval_steps=3,
@@ -46,6 +47,9 @@ def test_a_run_leaves_its_report(runs, capsys):
     assert {shape: tuple(counts) for shape, counts in run.batches.items()} == {
         shape: (count.batches, count.tokens, count.padded_tokens) for shape, count in trainer.status.batches.items()
     }
+    # The last two steps are after the last log.
+    batches, tokens, _ = map(sum, zip(*run.batches.values(), strict=True))
+    assert batches == 12 and tokens == trainer.state.num_input_tokens_seen
     facts = run.begin
     assert facts["model"]["trained"] < facts["model"]["parameters"]
     assert {"max_steps", "learning_rate", "hub_token"} <= set(facts["changed"]) and "weight_decay" in facts["changed"]

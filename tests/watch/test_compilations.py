@@ -1,6 +1,7 @@
 """What has a program compiled again is named, by what has changed and by its line."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from planted import ROWS, causes, collate, collate_then, line_of
 from transformers import TrainerCallback
 
 from hf_tpu_ext import TPUTrainer, TPUTrainingArguments
+from hf_tpu_ext.watch import compilations
 from hf_tpu_ext.watch.compilations import TooManyRecompiles
 
 
@@ -37,6 +39,14 @@ def test_a_log_file_has_no_escapes_of_a_terminal(train, capsys):
     error = capsys.readouterr().err
     assert "compiled the training step 4 x 8" in error
     assert "compiling the" not in error and "\x1b" not in error
+
+
+def test_without_progress_bars_only_long_compilations_are_told(train, capsys, monkeypatch):
+    train(max_steps=1)
+    assert "compiled the" not in capsys.readouterr().err
+    monkeypatch.setattr(compilations, "_LONG", 1e-6)
+    train(max_steps=1)
+    assert re.fullmatch(r"compiled the training step 4 x 8 in \d+\.\d s\n", capsys.readouterr().err)
 
 
 def test_every_compile_is_counted_and_timed(train):
@@ -371,3 +381,15 @@ def test_lines_about_one_program_come_to_an_end(train, lines):
     assert trainer.watch.recompiles == len(causes(trainer)) == 7
     assert sum("recompilation of the training step" in line for line in lines()) == 5
     assert any(line.endswith("Further ones are only counted.") for line in lines())
+    # Those that the end of the run names add up, too.
+    summary = trainer.watch.describe()
+    assert summary.startswith("Recompilations: 7 in ")
+    assert [int(number) for number in re.findall(r"\((\d)x\)", summary)] == [1, 1, 1, 4]
+    assert summary.endswith("; other causes (4x)")
+
+
+def test_another_run_sums_up_its_own(train):
+    trainer = train(callbacks=[AtStep(rescale)])
+    assert "Recompilations: 1 " in trainer.watch.describe()
+    trainer.train()
+    assert trainer.watch.describe() is None

@@ -39,7 +39,8 @@ class WatchMixin:
         """Watch the runs to come. `max_recompiles` is as in [`ExtensionArguments`]."""
         self.watch = ProgramWatch(
             self.backend,
-            quiet=self.args.disable_tqdm or self.backend.processes.index > 0,
+            quiet=self.backend.processes.index > 0,
+            bars=not self.args.disable_tqdm,
             find_dependencies=self._find_dependencies,
             find_batch_source=self._name_collator,
             note_python=self._note_python if self.backend.static_shapes else None,
