@@ -39,7 +39,7 @@ class RunLines(TrainerCallback):
     def __init__(self, backend: Backend, find_facts: Callable[[], RunFacts]):
         self._backend = backend
         self._find_facts = find_facts
-        self._at_start = backend.counters()
+        self._at_start, self._strays_at_start = backend.counters(), 0
         self._first_step = 0
         #: What the last run that ended has compiled, run and transferred.
         self.spent = Counters()
@@ -47,7 +47,7 @@ class RunLines(TrainerCallback):
         self.facts: RunFacts | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._at_start = self._backend.counters()
+        self._at_start, self._strays_at_start = self._backend.counters(), self._backend.insight.stray_reads()
         self._first_step = state.global_step
         if not state.is_world_process_zero:
             return
@@ -94,9 +94,10 @@ class RunLines(TrainerCallback):
         steps = state.global_step - self._first_step
         if self._backend.traces_steps and steps:
             loads = f" and {spent.loads} loaded" if spent.loads else ""
+            strays = self._backend.insight.stray_reads() - self._strays_at_start
             tqdm.write(
                 f"Trained {count(steps, 'step')}: {count(spent.compiles, 'graph')} compiled{loads} in {spent.compile_seconds:.1f} s, "
-                f"{count(spent.executions, 'execution')} ({spent.replays} replayed), {count(spent.reads, 'device-to-host transfer')}, "
+                f"{count(spent.executions, 'execution')} ({spent.replays} replayed), {count(spent.reads, 'device-to-host transfer')} ({strays} by user code), "
                 f"{count(spent.fallbacks, 'CPU fallback')} (including evaluation, logs and checkpoints)"
             )
         if (cache := self._backend.cache_use()) is not None:

@@ -39,7 +39,10 @@ class _Traces(CPUBackend):
 @pytest.mark.parametrize(
     ("of_run", "words"),
     [
-        (Counters(compiles=2, compile_seconds=3.0, executions=4), "4 steps: 2 graphs compiled in 3.0 s, 4 executions"),
+        (
+            Counters(compiles=2, compile_seconds=3.0, executions=4),
+            "4 steps: 2 graphs compiled in 3.0 s, 4 executions (0 replayed), 0 device-to-host transfers (0 by user code)",
+        ),
         (
             Counters(loads=2, compile_seconds=0.5, executions=4),
             "0 graphs compiled and 2 loaded in 0.5 s, 4 executions",
