@@ -215,7 +215,7 @@ class StepStatus(TrainerCallback):
                 )
                 logs["mfu"] = round(flops / in_steps / peak, 4)
         if (peak := self._backend.peak_memory()) is not None:
-            logs["peak_memory_gib"] = round(peak / 2**30, 3)
+            logs["peak_memory_gb"] = round(peak / 1e9, 3)
         return logs
 
     def _take_batches(self) -> dict[tuple[int, ...], BatchCount]:

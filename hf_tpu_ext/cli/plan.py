@@ -18,7 +18,7 @@ from .trl_scripts import SCRIPTS, take_command
 
 DESCRIPTION = f"""\
 Compile a recipe ahead of time with the TPU compiler, without a TPU and without weights: HBM, step time and cost.
-The compiler: {install_command("plan")}. A large model takes minutes and no more memory than the compiler does.
+The compiler: {install_command("tpu")}. A large model takes minutes and no more memory than the compiler does.
 
 examples:
   hf-tpu plan --config recipes/sft_lora_qwen3.yaml

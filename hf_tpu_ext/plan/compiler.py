@@ -33,7 +33,7 @@ def why_no_compiler() -> str | None:
     wrong = find_wrong_versions()
     if not wrong:
         return None
-    return f"The TPU compiler is not installed: {', '.join(wrong)}. Install it: {install_command('plan')}"
+    return f"The TPU compiler is not installed: {', '.join(wrong)}. Install it: {install_command('tpu')}"
 
 
 def jobs_at_once() -> int:

@@ -66,13 +66,13 @@ def compare_with_plan(run: Run, plan: Mapping[str, Any]) -> Section:
             f"Planned for {plan['topology']['name']} ({chips} of {chip['title']}), and run on {backend['chips']} of "
             f"{backend['device']}: memory, times and MFU are those of other chips."
         )
-    memory, seconds = run.peak_memory_gib, run.middle("step_time")
+    memory, seconds = run.peak_memory, run.middle("step_time")
     rate, utilization = run.middle("padded_tokens_per_second"), run.middle("mfu")
     tokens, all_tokens = (sum(counts[index] for counts in run.batches.values()) for index in (1, 2))
     step, mfu, share = estimates["step"], estimates["mfu"], plan["token_share"]
     planned_step = "" if step is None else " to ".join(dict.fromkeys(map(format_seconds, step["seconds"])))
     rows = [
-        _row("peak HBM per chip", estimates["peak_bytes"], memory and round(memory * 2**30), format_bytes),
+        _row("peak HBM per chip", estimates["peak_bytes"], memory, format_bytes),
         ["optimizer step", planned_step, "" if seconds is None else format_seconds(seconds)],
         _row(
             "tokens/s/chip, with padding",

@@ -122,9 +122,9 @@ class Run:
         return self.sessions[-1].begin
 
     @property
-    def peak_memory_gib(self) -> float | None:
-        """Most memory that was in use at once, where it is known."""
-        return max((value for _, value in points(self.logs, "peak_memory_gib")), default=None)
+    def peak_memory(self) -> int | None:
+        """Most bytes of memory that were in use at once, where that is known."""
+        return max((round(1e9 * value) for _, value in points(self.logs, "peak_memory_gb")), default=None)
 
     def middle(self, key: str) -> float | None:
         """

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from ..formatting import count, format_number, format_seconds, format_size, kind_of_device
+from ..formatting import count, format_bytes, format_number, format_seconds, format_size, kind_of_device
 from ..hardware.prices import Price
 from ..hardware.topologies import find_chip
 from .figures import HOW_TO_DRAW, can_draw, draw_curves, draw_shares, draw_step_times
@@ -68,8 +68,8 @@ def headline(run: Run, prices: Mapping[str, Price]) -> dict[str, str]:
         numbers["compilations"] = (
             f"{len(run.programs)} in {format_seconds(sum(one['seconds'] for one in run.programs))}"
         )
-    if (memory := run.peak_memory_gib) is not None:
-        numbers["peak memory"] = f"{memory:.3g} GiB"
+    if (memory := run.peak_memory) is not None:
+        numbers["peak memory"] = format_bytes(memory)
     if (cost := _price(run, prices)) is not None:
         numbers["cost so far"] = f"${cost[1]:,.2f}"
     return numbers
@@ -240,10 +240,10 @@ def _price(run: Run, prices: Mapping[str, Price]) -> tuple[Price, float] | None:
 
 def _cost(run: Run, prices: Mapping[str, Price]) -> Section:
     section = Section("Memory and cost")
-    if (memory := run.peak_memory_gib) is not None:
+    if (memory := run.peak_memory) is not None:
         limit = run.begin["backend"]["memory_per_chip"]
-        of = "of the process" if limit is None else f"of the {limit / 2**30:.4g} GiB of usable HBM of a chip"
-        section.lines.append(f"At most {memory:.3g} GiB {of} were in use.")
+        of = "of the process" if limit is None else f"of the {format_bytes(limit)} of usable HBM of a chip"
+        section.lines.append(f"At most {format_bytes(memory)} {of} were in use.")
     if (cost := _price(run, prices)) is None:
         section.lines.append(
             f"No price of {run.begin['backend']['device']} is known, so there is no cost. Prices of your own: hf-tpu report "

@@ -262,5 +262,5 @@ def test_without_the_compiler(refused):
     assert status == 3
     assert "UNKNOWN whether it fits" in page
     assert "jax is 0.4.1, not 0.7.1" in page
-    assert install_command("plan") in " ".join(page.split())
+    assert install_command("tpu") in " ".join(page.split())
     assert json.loads(planned.read_text())["programs"] == []

@@ -83,9 +83,7 @@ def write_run():
         writer.write("begin", **begin(first_step, **facts))
         writer.write("program", **program(2.5))
         for index, step in enumerate(range(first_step + 5, steps + 1, 5)):
-            speed = dict(
-                tokens_per_second=5000.0, padded_tokens_per_second=8000.0, step_time=0.02, peak_memory_gib=2.5
-            )
+            speed = dict(tokens_per_second=5000.0, padded_tokens_per_second=8000.0, step_time=0.02, peak_memory_gb=2.5)
             writer.write("log", **log(step, 3.0 + 10 * (index + 1), index + 1, **{**speed, **(logs or {})}))
         if end:
             before = len(range(first_step + 5, steps + 1, 5))

@@ -13,7 +13,7 @@ from hf_tpu_ext.report.make import describe_ended_run, make_report
 
 
 GB = 10**9
-MEASURED = {"step_time": 0.25, "padded_tokens_per_second": 131072.0, "mfu": 0.4, "peak_memory_gib": 2.5}
+MEASURED = {"step_time": 0.25, "padded_tokens_per_second": 131072.0, "mfu": 0.4, "peak_memory_gb": 2.6}
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_the_plan_in_the_directory_of_the_run(write_run, write_plan, tmp_path):
     write_plan(run / "plan.json")
     page = make_report([run])
     shown = rows(page)
-    assert shown["peak HBM per chip"] == ("2.50 GB", "2.68 GB")
+    assert shown["peak HBM per chip"] == ("2.50 GB", "2.60 GB")
     assert shown["optimizer step"] == ("200 ms", "250 ms")
     # Eight chips.
     assert shown["tokens/s/chip, with padding"] == ("20,480", "16,384")
@@ -75,7 +75,7 @@ def test_what_a_trainer_prints(write_run, write_plan, tmp_path):
     write_plan(run / "plan.json")
     printed = describe_ended_run(run)
     assert "Planned and measured:\n  Planned: qwen3, 606 M parameters. Run: " in printed
-    assert " parameters.\n  peak HBM per chip: 2.68 GB measured; planned 2.50 GB\n" in printed
+    assert " parameters.\n  peak HBM per chip: 2.60 GB measured; planned 2.50 GB\n" in printed
 
 
 def test_another_device_is_said(write_run, write_plan, tmp_path):
@@ -91,7 +91,7 @@ def test_a_plan_that_the_compiler_refused(write_run, write_plan, tmp_path):
     run = write_run(tmp_path / "run")
     refused = CompiledProgram("training step", (32, 1024), 1.0, error="RESOURCE_EXHAUSTED")
     write_plan(run / "plan.json", programs=[refused])
-    assert rows(make_report([run]))["peak HBM per chip"] == ("", "2.68 GB")
+    assert rows(make_report([run]))["peak HBM per chip"] == ("", "2.50 GB")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"derived": {}, "programs": [], "topology": {}})])

@@ -37,7 +37,7 @@ def test_headline(write_run, tmp_path):
         "MFU": "40 %",
         "padding": "29.0 %",
         "compilations": "1 in 2 s",
-        "peak memory": "2.5 GiB",
+        "peak memory": "2.50 GB",
         # 8 chips for an hour.
         "cost so far": "$9.60",
     }

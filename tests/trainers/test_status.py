@@ -13,7 +13,7 @@ from hf_tpu_ext.layers.flops import read_dimensions, step_flops
 from hf_tpu_ext.report.phases import BESIDES_STEPS
 
 
-SPEED = {"step_time", "tokens_per_second", "padded_tokens_per_second", "peak_memory_gib"}
+SPEED = {"step_time", "tokens_per_second", "padded_tokens_per_second", "peak_memory_gb"}
 
 
 class Shown(TrainerCallback):
@@ -71,7 +71,7 @@ def test_a_log_shows_speed_and_the_last_one_phases(shown):
     for entry in logs.of_steps:
         assert SPEED <= entry.keys() and entry["padded_tokens_per_second"] > entry["tokens_per_second"] > 0
         assert "mfu" not in entry, "the peak of a CPU is not known"
-        assert entry["step_time"] > 0 and entry["peak_memory_gib"] > 0
+        assert entry["step_time"] > 0 and entry["peak_memory_gb"] > 0
     *before, last = logs.logs
     assert not any(name.startswith("phase/") for entry in before for name in entry)
     phases = {name.removeprefix("phase/"): value for name, value in last.items() if name.startswith("phase/")}
