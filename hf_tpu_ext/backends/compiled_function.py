@@ -112,8 +112,8 @@ class CompiledFunction(ABC):
     on the device and differ from call to call; what else is in it, and `static_args`, is part of the program. The function is called as
     `function(data, **static_args)` and returns nested tensors.
 
-    The first call of a kind and shape is traced, and later ones run by the handle of its program, and no Python of the function.
-    Where the fingerprint has changed, it is traced anew.
+    The first calls of a kind and shape are traced: one, or with torch_xla two, whose graphs are compared. Later ones run their program
+    by its handle, and no Python of the function. Where the fingerprint has changed, a call is traced anew.
 
     Args:
         backend ([`~hf_tpu_ext.backends.base.Backend`]):
@@ -134,7 +134,7 @@ class CompiledFunction(ABC):
     """
 
     #: Why each call is traced, as a clause, or `None` where calls run by their program.
-    traced: str | None = None
+    why_traced: str | None = None
     #: What has changed that programs depend on, when that was noticed last, as a clause.
     change: str | None = None
     #: Whether the last call ran no Python of the function.
@@ -161,8 +161,10 @@ class CompiledFunction(ABC):
     @abstractmethod
     def __call__(self, data: Mapping[Hashable, Any], run: Callable[..., Any], **static_args: Hashable) -> Any:
         """
-        Call the function, or run its program. `run(run=...)` runs what was traced by calling its argument, and tells those who
-        watch.
+        Call the function, or run its program.
+
+        The argument `run` is of who watches programs: it is called for each program, as `run(run=execute)`, executes it by
+        `execute()`, and counts and times it. Without an argument it is told that all operators have run one by one.
         """
 
     def _state(self) -> list[torch.Tensor]:
@@ -179,9 +181,9 @@ class CompiledFunction(ABC):
 
     def refuse(self, reason: str) -> None:
         """Trace each call from now on, and say why: `reason` is a clause."""
-        if self.traced is None and self._warn is not None:
+        if self.why_traced is None and self._warn is not None:
             self._warn(reason)
-        self.traced = reason
+        self.why_traced = reason
         self._forget()
 
     def _forget(self) -> None:
@@ -217,7 +219,7 @@ class CompiledFunction(ABC):
 
 
 def run_alone(*args: Any, run: Callable[[], Any] | None = None) -> Any:
-    """Run what was traced, where nobody watches. Operators that were run one by one have run."""
+    """What is given for `run` where nobody watches programs."""
     return None if run is None else run()
 
 

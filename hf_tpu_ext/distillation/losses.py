@@ -53,7 +53,7 @@ def divergence(teacher: Tensor, student: Tensor, kd_loss: str, beta: float = 0.5
     Args:
         teacher (`torch.Tensor` of shape `(tokens, classes)`): Log-probabilities of the teacher; `-inf` is allowed.
         student (`torch.Tensor` of shape `(tokens, classes)`): Finite log-probabilities of the student.
-        kd_loss (`str`): `"forward_kl"`, `"reverse_kl"` or `"jsd"`.
+        kd_loss (`str`): One of `KD_LOSSES`.
         beta (`float`, *optional*, defaults to `0.5`): Weight of the teacher in the mixture, above 0 and below 1.
     """
     p = teacher.exp()
@@ -64,6 +64,7 @@ def divergence(teacher: Tensor, student: Tensor, kd_loss: str, beta: float = 0.5
     q = student.exp()
     if kd_loss == "reverse_kl":
         return _expectation(q, student - teacher)
+    assert kd_loss == "jsd", f"no definition of {kd_loss!r}"
     # `torch.logaddexp` has no lowering for XLA.
     mixture = torch.stack([teacher + math.log(beta), student + math.log1p(-beta)]).logsumexp(0)
     of_teacher = (p * (log_p - mixture)).sum(-1).detach()

@@ -241,7 +241,7 @@ def test_what_cannot_be_run_again_is_traced_and_right(xla, total, function, says
     for _ in range(3):
         call(1.0)
         assert not call.compiled.replays
-    assert len(call.said) == 1 and says in call.said[0] and call.compiled.traced == call.said[0]
+    assert len(call.said) == 1 and says in call.said[0] and call.compiled.why_traced == call.said[0]
     if function in (keep, read, draw_on_host):
         assert torch.equal(xla.fetch(total), torch.full((3,), 7.0))
 

@@ -27,6 +27,7 @@ def naive_divergence(p, q, kd_loss, beta):
         return kl(p, q)
     if kd_loss == "reverse_kl":
         return kl(q, p)
+    assert kd_loss == "jsd", f"no reference of {kd_loss!r}"
     mixture = beta * p + (1 - beta) * q
     return beta * kl(p, mixture) + (1 - beta) * kl(q, mixture)
 

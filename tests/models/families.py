@@ -218,7 +218,7 @@ def _count(trainer) -> dict:
             names = ("compiles", "executions", "reads", "fallbacks", "replays")
             found["steps"].append({name: getattr(spent, name) for name in names})
             compiled = trainer.steps.compiled
-            found["why_traced"] = trainer.steps.why_traced if compiled is None else compiled.traced
+            found["why_traced"] = trainer.steps.why_traced if compiled is None else compiled.why_traced
             found["fallbacks_of"] = {name: met.counter_value(name) for name in met.executed_fallback_ops()}
 
     trainer.add_callback(Count())

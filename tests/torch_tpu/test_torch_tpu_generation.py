@@ -41,7 +41,7 @@ def qwen(tpu):
 def test_greedy_tokens_are_those_of_generate(tpu, qwen, settings, whole):
     def by_operators(function, state):
         compiled = tpu.programs.compile(function, state, NothingElse(), None)
-        compiled.traced = "operators are asked for"
+        compiled.why_traced = "operators are asked for"
         return compiled
 
     settings = {**GREEDY, **settings}

@@ -47,9 +47,9 @@ class TorchTPUCompiledFunction(CompiledFunction):
 
     def __call__(self, data: Mapping[Hashable, Any], run: Callable[..., Any], **static_args: Hashable) -> Any:
         self.replays = False
-        if self.traced is None:
+        if self.why_traced is None:
             self._follow()
-        if self.traced is None:
+        if self.why_traced is None:
             tensors = [leaf for leaf in tree_leaves(dict(data)) if isinstance(leaf, Tensor)]
             key = (*static_args.items(), *describe_batch(data).items())
             try:

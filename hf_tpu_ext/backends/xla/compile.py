@@ -248,9 +248,9 @@ class XLACompiledFunction(CompiledFunction):
     def __call__(self, data: Mapping[Hashable, Any], run: Callable[..., Any], **static_args: Hashable) -> Any:
         self._backend.flush()
         self.replays = False
-        if self.traced is None:
+        if self.why_traced is None:
             self._follow()
-        if self.traced is not None:
+        if self.why_traced is not None:
             return self._run_traced(data, run, static_args)
         tensors = [leaf for leaf in tree_leaves(dict(data)) if isinstance(leaf, torch.Tensor)]
         try:

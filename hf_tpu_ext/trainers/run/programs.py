@@ -144,7 +144,7 @@ class TrainerPrograms:
             draws_on_host=trusts_code,
             warn=partial(warn_traced, training=training) if warn is None else warn,
         )
-        compiled.traced = "step_replay=False" if self.step_replay is False else why_not()
+        compiled.why_traced = "step_replay=False" if self.step_replay is False else why_not()
         return compiled
 
 

@@ -103,7 +103,7 @@ class TextGeneration:
     def _compile(self, function: Callable, state: Callable[[], list[torch.Tensor]]) -> CompiledFunction:
         compiled = self._programs.compile(function, [self._model], _METHODS, state)
         if self._trainer.compile_step == "off" and self._backend.compiles_functions:
-            compiled.traced = "compile_step='off'"
-        elif compiled.traced is not None and self._programs.step_replay is not False:
-            self._programs.warn_traced(compiled.traced, training=False)
+            compiled.why_traced = "compile_step='off'"
+        elif compiled.why_traced is not None and self._programs.step_replay is not False:
+            self._programs.warn_traced(compiled.why_traced, training=False)
         return compiled

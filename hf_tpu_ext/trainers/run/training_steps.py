@@ -83,7 +83,7 @@ class TrainingSteps(TrainerCallback):
     @property
     def may_be_replayed(self) -> bool:
         """Whether the step under way is run by the handle of its program, or traced for one."""
-        return self.compiled is not None and self.compiled.traced is None
+        return self.compiled is not None and self.compiled.why_traced is None
 
     @property
     def by_operators(self) -> bool:
@@ -203,7 +203,7 @@ class TrainingSteps(TrainerCallback):
     def _train_step(self, data: dict[str, dict[Any, Any]], sync_gradients: bool) -> dict[str, torch.Tensor]:
         """The function that is compiled: one micro-step."""
         self.data = numbers = data["numbers"]
-        if self.compiled.traced is not None:
+        if self.compiled.why_traced is not None:
             # The fingerprint is not compared while steps are traced, so the model is looked at here.
             self._prepare_model()
         with self._random_numbers(numbers["seed"]):
@@ -212,7 +212,7 @@ class TrainingSteps(TrainerCallback):
                 self.gradients,
                 self._trainer.log_step_loss,
                 self._trainer.clip_gradients,
-                self._optimizer.update if self.compiled.traced is None else self._optimizer.update_by_itself,
+                self._optimizer.update if self.compiled.why_traced is None else self._optimizer.update_by_itself,
                 self._model,
                 SentBatch(data["batch"]),
                 numbers,
