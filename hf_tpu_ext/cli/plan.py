@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 import tempfile
 from dataclasses import replace
 from functools import partial
@@ -113,10 +114,11 @@ def run(argv: list[str]) -> int:
     # Imported here: PyTorch comes with it, and reads the environment.
     from ..backends.selection import select_tracing
     from ..hardware.prices import PRICES
+    from ..plan.advice import advise, advise_besides, foresee
     from ..plan.compiler import jobs_at_once
     from ..plan.make import make_plan
     from ..plan.page import render
-    from ..plan.search import HALVES_STATE, advise, search
+    from ..plan.search import search
     from ..plan.trace import trace_run
 
     hosts = topology.hosts if topology.num_hosts > 1 else ()
@@ -141,25 +143,29 @@ def run(argv: list[str]) -> int:
                 raise UserError(f"{error}\n{_NEEDS}") from error
             if options.seq_lengths:
                 facts = facts.without_data()
+            return programs, facts
+
+        def compiler_of(programs, facts):
             name = recipe.path or "the command line"
-            return partial(make_plan, name, topology, programs, facts, options.prices or PRICES), facts
+            return partial(make_plan, name, topology, programs, facts, options.prices or PRICES)
 
         jobs = jobs_at_once() if options.jobs is None else options.jobs
-        compile_own, own = trace({})
-        plan = compile_own(jobs, options.hlo)
+        programs, own = trace({})
+        if (line := foresee(programs, topology, own)) is not None:
+            print(line, file=sys.stderr, flush=True)
+        plan = compiler_of(programs, own)(jobs, options.hlo)
 
         def trace_variant(changes: dict[str, str]):
             if own.settings | changes == own.settings:
                 # What is compiled already is not compiled again.
                 return lambda _: plan
-            return partial(trace(changes)[0], quiet=True)
+            return partial(compiler_of(*trace(changes)), quiet=True)
 
         if options.search is None:
-            plan = replace(plan, advice=advise(plan, own.settings))
+            plan = replace(plan, advice=advise(plan, own))
         else:
             plan = search(plan, own.settings, options.search or _SEARCHED, trace_variant, jobs)
-        if own.trains_in_float32 and plan.fits is not None:
-            plan = replace(plan, advice=[*plan.advice, HALVES_STATE])
+            plan = replace(plan, advice=[*plan.advice, *advise_besides(plan, own)])
         print(render(plan))
         write_json(plan.to_json())
     return {True: 0, False: 1, None: 3}[plan.fits]

@@ -89,7 +89,7 @@ def _compile(program: TracedProgram, topology: Topology) -> CompiledProgram:
             CompiledProgram, program.kind, program.batch_shape, result["seconds"], cpu_seconds=result["cpu_seconds"]
         )
         if "error" in result:
-            return make(result["error"])
+            return make(result["error"], arguments=program.resident)
         text = (directory / "optimized.txt").read_text(encoding="utf-8")
     bytes_by_role: Counter[str] = Counter()
     for argument, shape in zip(program.arguments, argument_shapes(text), strict=True):

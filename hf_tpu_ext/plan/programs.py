@@ -1,5 +1,6 @@
 """What a plan passes from hand to hand: programs as they were traced, and as they were compiled."""
 
+import math
 import re
 from dataclasses import dataclass, field
 
@@ -25,6 +26,15 @@ class Argument:
     is_donated: bool
     sharding: str | None = None
 
+    @property
+    def num_bytes_per_chip(self) -> int:
+        """Its size on one chip."""
+        if (split := re.match(r"\{devices=\[([\d,]+)\]", self.sharding or "")) is None:
+            return self.num_bytes
+        parts = [int(size) for size in split[1].split(",")]
+        # Chips along the last of these dimensions hold the same.
+        return self.num_bytes // math.prod(parts[:-1] if "last_tile_dim_replicate" in self.sharding else parts)
+
 
 @dataclass(frozen=True)
 class Generations:
@@ -48,6 +58,14 @@ class TracedProgram:
     arguments: list[Argument]
     num_chips: int
 
+    @property
+    def resident(self) -> dict[str, int]:
+        """Bytes of a chip that are there before it runs and stay, by role of [`RESIDENT`]. The compiler may add padding."""
+        return {
+            role: sum(argument.num_bytes_per_chip for argument in self.arguments if argument.role == role)
+            for role in RESIDENT
+        }
+
 
 @dataclass(frozen=True)
 class CompiledProgram:
@@ -55,8 +73,8 @@ class CompiledProgram:
     A program of a run, as the compiler for TPU made it: as in [`TracedProgram`], and the seconds that compiling took,
     with the processor time of all cores.
 
-    Where the compiler refuses the program, `error` is what it says, and nothing below is known. `memory` is bytes of a
-    chip: `argument`, `output`, `alias` (outputs that take the place of arguments), `temp` (the most that is there at
+    Where the compiler refuses the program, `error` is what it says, and of what is below only `arguments` of [`RESIDENT`] are
+    known, as they were traced. `memory` is bytes of a chip: `argument`, `output`, `alias` (outputs that take the place of arguments), `temp` (the most that is there at
     once beside these), `generated_code`; `arguments` bytes of these on a chip, by role; `text` the optimized HLO of
     one chip. A plan knows besides what one run does on a chip, and the FLOPs of the model in one run on all chips.
     """
@@ -71,6 +89,11 @@ class CompiledProgram:
     text: str = ""
     cost: Cost | None = None
     model_flops: float | None = None
+
+    @property
+    def resident(self) -> dict[str, int]:
+        """As [`TracedProgram.resident`]."""
+        return {role: self.arguments.get(role, 0) for role in RESIDENT}
 
     @property
     def tokens(self) -> int:

@@ -25,10 +25,6 @@ _ROWS = "per_device_train_batch_size"
 _NEAR = 1.1
 # How much of the memory a predicted batch is to take.
 _MARGIN = 0.98
-#: Advice where all weights are trained in float32.
-HALVES_STATE = (
-    "dtype: bfloat16 halves weights, gradients and optimizer state, which are float32; updates are rounded to it, too"
-)
 # After so many compilations the batch is no longer predicted, but what is between is halved.
 _TRIES = 5
 
@@ -91,23 +87,6 @@ def search(
     best = [trial for trial in fitting if not any(_is_better(other, trial) for other in fitting)]
     best.sort(key=lambda trial: trial.tokens_per_second, reverse=True)
     return replace(plan, trials=best, advice=_advice(trials, settings))
-
-
-def advise(plan: Plan, settings: Mapping[str, str]) -> list[str]:
-    """What to try where no variant was compiled, of a plan with these settings."""
-    if plan.fits is None:
-        return []
-    if plan.fits:
-        return ["--search compiles variants, and says which of them are faster."]
-    rows = int(settings[_ROWS])
-    changes = [
-        (settings.get("mesh") == "data", "mesh: fsdp, which shards weights and optimizer state over the chips"),
-        (settings["rematerialization"] != "full", "rematerialization: full"),
-        (rows > 1, f"{_ROWS}: {rows // 2}, with twice the gradient_accumulation_steps"),
-        (True, "LoRA (use_peft: true), dtype: bfloat16, more chips or a smaller max_length"),
-        (True, "--search compiles variants, and says which of them fit."),
-    ]
-    return [change for applies, change in changes if applies]
 
 
 def _try_all(
@@ -226,7 +205,7 @@ def _advice(trials: list[Trial], settings: Mapping[str, str]) -> list[str]:
         return []
     fitting = [trial for trial in trials if trial.fits]
     if not fitting:
-        return ["No variant fits: use more chips, LoRA (use_peft: true) or a smaller max_length."]
+        return ["No variant fits. Besides what was varied: more chips (--topology), a smaller max_length or model."]
     largest = max(fitting, key=lambda trial: (int(trial.settings[_ROWS]), trial.tokens_per_second))
     fastest = max(fitting, key=lambda trial: trial.tokens_per_second)
     best = {

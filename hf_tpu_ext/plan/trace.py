@@ -16,7 +16,7 @@ from transformers.quantizers.auto import get_hf_quantizer
 from ..callbacks.samples import ShowSamples
 from ..errors import UserError
 from ..layers.attention import is_sliced
-from ..quantization.packed_linear import count_parameters
+from ..quantization.packed_linear import count_parameters, names_of_packed
 from ..step.train_step import MICRO_STEP, OPTIMIZER_STEP
 from ..trainers.configs import ExtensionArguments
 from ..trainers.run.every_length import EveryLengthMixin
@@ -41,6 +41,8 @@ class Run:
             Size of each axis.
         per_device_train_batch_size (`int`):
             Rows of a micro-step on one chip.
+        per_device_eval_batch_size (`int`):
+            Rows of an evaluation step on one chip.
         gradient_accumulation_steps (`int`):
             Micro-steps of an optimizer step.
         rematerialization (`str`):
@@ -57,6 +59,8 @@ class Run:
             The same in words, with what to set against it.
         trains_in_float32 (`bool`):
             Whether all weights are trained, and some of them are float32.
+        is_quantized (`bool`):
+            Whether frozen weights have 4 or 8 bits.
         other_passes (`bool`):
             Whether a step runs more than the trained model forward and backward: a teacher, or a reference.
         attention (`str`):
@@ -71,6 +75,7 @@ class Run:
     precision: str
     mesh: dict[str, int]
     per_device_train_batch_size: int
+    per_device_eval_batch_size: int
     gradient_accumulation_steps: int
     rematerialization: str
     rows: int | None
@@ -79,6 +84,7 @@ class Run:
     token_share: float | None
     token_waste: str | None
     trains_in_float32: bool
+    is_quantized: bool
     other_passes: bool
     attention: str
     generations: Generations | None = None
@@ -156,6 +162,7 @@ class TracingMixin(EveryLengthMixin):
             precision="; ".join([facts.precision, *self.frozen.lines()]),
             mesh=self.chips.mesh,
             per_device_train_batch_size=self.args.per_device_train_batch_size,
+            per_device_eval_batch_size=self.args.per_device_eval_batch_size,
             gradient_accumulation_steps=self.args.gradient_accumulation_steps,
             rematerialization=self.compiled.rematerialization,
             rows=rows,
@@ -165,6 +172,7 @@ class TracingMixin(EveryLengthMixin):
             token_waste=facts.token_waste,
             trains_in_float32=num_trained == parameters
             and any(parameter.dtype == torch.float32 for parameter in self.model.parameters()),
+            is_quantized=bool(names_of_packed(self.model)),
             other_passes=self._runs_other_passes,
             attention="slices" if is_sliced(self.model) else "splash",
             generations=self._describe_generations() if self.generates else None,

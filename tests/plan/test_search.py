@@ -12,7 +12,7 @@ from hf_tpu_ext.hardware.topologies import find_topology
 from hf_tpu_ext.plan.hlo_cost import Cost
 from hf_tpu_ext.plan.programs import CompiledProgram
 from hf_tpu_ext.plan.result import Plan, Trial
-from hf_tpu_ext.plan.search import advise, find_largest_batch, search
+from hf_tpu_ext.plan.search import find_largest_batch, search
 
 
 GB = 10**9
@@ -169,18 +169,6 @@ def test_says_that_nothing_fits():
     found = search(make("v5e-8", first), first, NAMES, too_large)
     assert found.trials == []
     assert "No variant fits" in found.advice[0]
-
-
-def test_advises_without_a_search():
-    many = {"rematerialization": "dots", "per_device_train_batch_size": "1000", "mesh": "data"}
-    mesh, policy, rows, *others = advise(make("v5e-8", many), many)
-    assert mesh.startswith("mesh: fsdp") and policy == "rematerialization: full"
-    assert rows == "per_device_train_batch_size: 500, with twice the gradient_accumulation_steps"
-    assert "use_peft: true" in others[0] and "--search" in others[1] and len(others) == 2
-    one = {"rematerialization": "full", "per_device_train_batch_size": "1"}
-    assert advise(make("v5e-1", one), one) == ["--search compiles variants, and says which of them are faster."]
-    failed = replace(make("v5e-1", one), programs=[], unknown=["the TPU compiler is not installed"])
-    assert advise(failed, one) == []
 
 
 def test_gives_up_where_it_cannot_be_told():

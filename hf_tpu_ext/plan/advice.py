@@ -1,0 +1,201 @@
+"""What to change in a run that does not fit, by the numbers of its plan."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..formatting import format_bytes
+from ..generation.generator import DECODE, PREFILL
+from ..hardware.topologies import Topology
+from ..step.train_step import MICRO_STEP, OF_EVALUATION, OPTIMIZER_STEP
+from ..trainers.run.evaluation_steps import EVALUATION_STEP, PREDICTION_STEP
+from .programs import RESIDENT, CompiledProgram, TracedProgram
+from .result import Plan
+from .trace import Run
+
+
+#: Advice where all weights are trained in float32.
+HALVES_STATE = (
+    "dtype: bfloat16 halves weights, gradients and optimizer state, which are float32; updates are rounded to it, too"
+)
+# What of a chip is left with less is not enough for the activations of any step.
+_NEARLY_ALL = 0.9
+# A weight of 16 bits with 4, and a scale of 32 for each 64 of them.
+_SAVED_BY_4_BITS = 1 - 4.5 / 16
+
+
+# Changes of what a search tries.
+_SEARCHED = ("mesh", "rematerialization", "per_device_train_batch_size")
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A setting that is not set, what it does, and the most bytes of a chip that it saves in each program that does not fit."""
+
+    setting: str
+    effect: str
+    saved: Sequence[float]
+
+    def __str__(self) -> str:
+        saved = round(max(self.saved))
+        return f"{self.setting}{self.effect}{f' (up to {format_bytes(saved)} less)' if saved else ''}"
+
+
+@dataclass(frozen=True)
+class _Need:
+    """By how many bytes a program does not fit, and what of its bytes grows with its batch."""
+
+    kind: str
+    excess: int
+    activations: int
+
+
+def advise(plan: Plan, run: Run) -> list[str]:
+    """
+    What to try, of a plan whose variants were not compiled: changes of which one alone may be enough by the plan's numbers, or, where
+    there is none, all that help. First what saves most.
+    """
+    if plan.fits is None:
+        return []
+    if plan.fits:
+        return ["--search compiles variants, and says which of them are faster.", *_half_the_state(run)]
+    needs = _find_needs(plan)
+    state = _find_state(plan.programs)
+    changes = _changes_of_state(state, plan.topology, run, len(needs))
+    # Those of the state go together.
+    left = math.prod(1 - change.saved[0] / sum(state.values()) for change in changes)
+    saved_of_state = (1 - left) * sum(state.values())
+    if run.rematerialization != "full":
+        saved = [need.activations if need.kind in (MICRO_STEP, OPTIMIZER_STEP) else 0 for need in needs]
+        changes.append(_Change("rematerialization: full", ", which computes activations again", saved))
+    changes += _changes_of_rows(needs, run, saved_of_state)
+    if any(need.excess for need in needs):
+        changes = [change for change in changes if any(change.saved)]
+    if any(need.excess > saved_of_state + need.activations for need in needs):
+        return ["More chips (--topology) with mesh: fsdp, or a smaller model: nothing else is enough."]
+    enough = [
+        change
+        for change in changes
+        if all(saved >= need.excess for saved, need in zip(change.saved, needs, strict=True))
+    ]
+    best_first = sorted(enough or changes, key=lambda change: -max(change.saved))
+    advice = [str(change) for change in best_first]
+    if not enough:
+        advice.insert(0, "No one of these is enough, and several may be:")
+    if any(change.setting.startswith(_SEARCHED) for change in best_first):
+        advice.append("--search compiles variants, and says which of them fit.")
+    return advice
+
+
+def advise_besides(plan: Plan, run: Run) -> list[str]:
+    """What a search does not try, of a plan with the variants that one has found to fit."""
+    if plan.fits is None:
+        return []
+    if plan.fits or plan.trials:
+        return _half_the_state(run)
+    changes = _changes_of_state(_find_state(plan.programs), plan.topology, run)
+    return [str(change) for change in changes if not change.setting.startswith("mesh")]
+
+
+def foresee(programs: Sequence[TracedProgram], topology: Topology, run: Run) -> str | None:
+    """
+    A line for a run of which a chip has to keep so much (weights, optimizer state, gradients) that nothing else can fit, as is known
+    before anything is compiled; `None` where there is room.
+    """
+    state, limit = _find_state(programs), topology.chip.memory_bytes
+    if (kept := sum(state.values())) <= _NEARLY_ALL * limit:
+        return None
+    parts = ", ".join(f"{role} {format_bytes(size)}" for role, size in state.items() if size)
+    changes = _changes_of_state(state, topology, run)
+    fix = max(changes, key=lambda change: change.saved, default="take more chips (--topology) or a smaller model")
+    how_much = f"{100 * kept / limit:.0f} % of the {format_bytes(limit)} of HBM that a chip has"
+    return (
+        f"Before anything is computed, {parts} take {how_much}, so this will hardly fit. To change it: {fix}. "
+        "It is compiled all the same, to say what is missing."
+    )
+
+
+def _half_the_state(run: Run) -> list[str]:
+    return [HALVES_STATE] if run.trains_in_float32 else []
+
+
+def _find_state(programs: Sequence[TracedProgram | CompiledProgram]) -> dict[str, int]:
+    """Bytes that a chip keeps while programs run, by role."""
+    return {role: max(program.resident[role] for program in programs) for role in RESIDENT}
+
+
+def _find_needs(plan: Plan) -> list[_Need]:
+    """The programs that do not fit, first the one that needs most."""
+    limit, kept = plan.topology.chip.memory_bytes, sum(_find_state(plan.programs).values())
+    needs = []
+    for program in plan.programs:
+        parts = plan.parts(program)
+        excess = sum(parts.values()) - limit if program.error is None else program.excess_bytes or 0
+        if excess > 0 or program.out_of_memory:
+            activations = parts.get("activations and code", max(0, limit + excess - kept) if excess else 0)
+            needs.append(_Need(program.kind, excess, activations))
+    return sorted(needs, key=lambda need: -need.excess)
+
+
+def _changes_of_state(state: Mapping[str, int], topology: Topology, run: Run, needs: int = 1) -> list[_Change]:
+    """What makes less of what a chip keeps, in each of so many programs."""
+    total, weights = sum(state.values()), state["weights"]
+    share = run.mesh.get("fsdp", 1) / topology.num_chips
+    found = []
+    if share < 1:
+        found.append(("mesh: fsdp", ", which shards weights and optimizer state over the chips", total * (1 - share)))
+    if run.trained_parameters == run.parameters:
+        saved = total - weights + (weights / 2 if run.trains_in_float32 else 0)
+        found.append(("use_peft: true", " (LoRA): gradients and optimizer state are of adapters alone", saved))
+    elif not run.is_quantized:
+        found.append(("load_in_4bit: true", " (QLoRA), for the frozen weights", weights * _SAVED_BY_4_BITS))
+    if run.trains_in_float32:
+        found.append(("dtype: bfloat16", HALVES_STATE.removeprefix("dtype: bfloat16"), total / 2))
+    return [_Change(setting, effect, [saved] * needs) for setting, effect, saved in found]
+
+
+def _changes_of_rows(needs: Sequence[_Need], run: Run, kept: float) -> list[_Change]:
+    """
+    Smaller batches of the programs that do not fit: as large as what they need leaves, or, where one row is too many, as large as
+    it leaves when what a chip keeps is `kept` less.
+    """
+    changes = []
+    for is_evaluation, setting, rows, effect in (
+        (
+            False,
+            "per_device_train_batch_size",
+            run.per_device_train_batch_size,
+            ", with {} times the gradient_accumulation_steps",
+        ),
+        (True, "per_device_eval_batch_size", run.per_device_eval_batch_size, ""),
+    ):
+        of_these = [
+            need for need in needs if need.kind not in (PREFILL, DECODE) and _evaluates(need.kind) == is_evaluation
+        ]
+        if not of_these:
+            continue
+        if rows == 1:
+            saved = [need.activations if need in of_these else 0 for need in needs]
+            changes.append(_Change("a smaller max_length", "", saved))
+            continue
+        fewer = _fewer_rows(of_these, rows, 0) or _fewer_rows(of_these, rows, kept) or 1
+        saved = [need.activations * (rows - fewer) / rows if need in of_these else 0 for need in needs]
+        changes.append(_Change(f"{setting}: {fewer}", effect.format(rows // fewer), saved))
+    return changes
+
+
+def _fewer_rows(needs: Sequence[_Need], rows: int, kept: float) -> int | None:
+    """The largest batch that divides `rows` and may fit where `kept` bytes are saved besides; `None` where there is none."""
+    return next(
+        (
+            fewer
+            for fewer in range(rows // 2, 0, -1)
+            if rows % fewer == 0
+            and all(need.activations * (rows - fewer) >= (need.excess - kept) * rows for need in needs)
+        ),
+        None,
+    )
+
+
+def _evaluates(kind: str) -> bool:
+    return kind in (EVALUATION_STEP, PREDICTION_STEP) or kind.endswith(OF_EVALUATION)
