@@ -1,14 +1,15 @@
 """The seam between the trainers and an accelerator: what every accelerator answers, a file or a folder for each."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..hardware.topologies import Chip
+from ..temporarily import temporarily
 from .compile_cache import CacheUse, cache_root
 from .compiled_function import Programs
 from .counters import Counters
@@ -238,17 +239,12 @@ class Backend(ABC):
         """
         return self.fetch(data)
 
-    @contextmanager
-    def fetching_for_first(self) -> Iterator[None]:
+    def fetching_for_first(self) -> AbstractContextManager[None]:
         """
         Within this context, the first of several hosts fetches what it is to write. Others take part, and get tensors
         without data (meta), but for single numbers.
         """
-        before, self._for_first = self._for_first, True
-        try:
-            yield
-        finally:
-            self._for_first = before
+        return temporarily(self, _for_first=True)
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move a model to the device, in place; tied weights stay tied, and parameters keep their hooks and attributes."""

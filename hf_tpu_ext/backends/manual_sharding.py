@@ -1,9 +1,10 @@
 """Manual sharding: a region of a program that each chip runs on its own shard, as in JAX's `shard_map`."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
+
+from ..temporarily import temporarily
 
 
 class ManualSharding:
@@ -16,14 +17,9 @@ class ManualSharding:
     #: Whether what is traced now is in such a region.
     active: bool = False
 
-    @contextmanager
-    def region(self, active: bool = True) -> Iterator[None]:
+    def region(self, active: bool = True) -> AbstractContextManager[None]:
         """Within this context, what is traced is in a manual region; it has no effect with `active=False`."""
-        before, self.active = self.active, self.active or active
-        try:
-            yield
-        finally:
-            self.active = before
+        return temporarily(self, active=self.active or active)
 
     def full_to_shard(self, tensor: torch.Tensor, by_rows: bool = False) -> torch.Tensor:
         """

@@ -25,6 +25,7 @@ from ..step.host_io import save_from_host
 from ..step.metrics import LossLog
 from ..step.optimizer import LazyAdamW, check_optimizer, follow_placed, place_loaded
 from ..step.running_code import is_known
+from ..temporarily import temporarily
 from .checks.adaptations import ADAMW_NAMES, FULL_STATE_NAMES
 from .checks.adapters import check_adapter, check_modules_of_adapter
 from .checks.answers import Place
@@ -297,11 +298,9 @@ class SetUpMixin:
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         is_new, cls_and_kwargs = self.optimizer is None, self.optimizer_cls_and_kwargs
         if is_new and cls_and_kwargs is None and self.backend.unknown_upstream:
-            self.optimizer_cls_and_kwargs = self._choose_optimizer(self.model if model is None else model)
-        try:
+            cls_and_kwargs = self._choose_optimizer(self.model if model is None else model)
+        with temporarily(self, optimizer_cls_and_kwargs=cls_and_kwargs):
             optimizer = super().create_optimizer(model)
-        finally:
-            self.optimizer_cls_and_kwargs = cls_and_kwargs
         if is_new and self.backend.unknown_upstream:
             self._save_from_host(optimizer)
         if is_new and self.backend.splits_weights:
@@ -347,8 +346,5 @@ class SetUpMixin:
 
 def _prepare_undispatched(accelerator: Accelerator, prepare: Callable, *args, **kwargs) -> Any:
     """Accelerate's `prepare_data_loader`. With `dispatch_batches` it would send a batch to the device before it has its shape."""
-    dispatch_batches, accelerator.dataloader_config.dispatch_batches = accelerator.dispatch_batches, None
-    try:
+    with temporarily(accelerator.dataloader_config, dispatch_batches=None):
         return prepare(*args, **kwargs)
-    finally:
-        accelerator.dataloader_config.dispatch_batches = dispatch_batches

@@ -196,6 +196,10 @@ def test_attributes(stock):
     stored = {
         node.attr for node in attributes if isinstance(node.ctx, ast.Store) and ast.unparse(node.value) in of_trainer
     }
+    calls = [node for source in PACKAGE for node in ast.walk(source) if isinstance(node, ast.Call)]
+    for call in calls:
+        if ast.unparse(call.func) == "temporarily" and ast.unparse(call.args[0]) in of_trainer:
+            stored |= {keyword.arg for keyword in call.keywords}
     assert SET <= stored, f"no longer set, drop them from SET: {SET - stored}"
     used = {node.attr for node in attributes}
     assert READ <= used, f"no longer used, drop them from READ: {READ - used}"

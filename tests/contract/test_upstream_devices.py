@@ -94,7 +94,7 @@ def test_batch_size_is_found():
 
 
 def test_an_optimizer_step_asks_for_lomo(on_meta, monkeypatch):
-    """backends/selection.py, _look_for_lomo_once."""
+    """backends/selection.py, select_backend."""
     asked = []
     monkeypatch.setattr(accelerate.optimizer, "is_lomo_available", lambda: bool(asked.append(1)))
     parameter = torch.nn.Parameter(torch.ones(2, device="meta"))

@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ...errors import UserError
 from ...hardware.topologies import Chip, find_chip
+from ...temporarily import temporarily
 from ..base import Backend, map_tensors
 from ..collectives import cut_at_collectives
 from ..compile_cache import CacheUse, CompileCache, cache_root, cache_state
@@ -342,13 +343,8 @@ class TorchTPUBackend(Backend):
         vars(module)[name] = call
         return partial(vars(module).pop, name)
 
-    @contextmanager
-    def as_written(self) -> Iterator[None]:
-        before, self._as_written = self._as_written, True
-        try:
-            yield
-        finally:
-            self._as_written = before
+    def as_written(self) -> AbstractContextManager[None]:
+        return temporarily(self, _as_written=True)
 
     # ---- Counts ----
 

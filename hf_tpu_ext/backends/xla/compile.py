@@ -143,7 +143,7 @@ class Trace:
     """
 
     def __init__(self, backend: Backend, state: Sequence[torch.Tensor], data: Sequence[torch.Tensor]):
-        self._backend, self._state, self._data = backend, list(state), list(data)
+        self._backend, self._state = backend, list(state)
         graphs.wait_for_buffers()
         # Held on to: the buffer of a tensor that is written before it is read is free, and its identity goes to the next.
         self._held_tensors = graphs.hold_buffers([*state, *data])

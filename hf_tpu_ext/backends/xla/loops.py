@@ -11,6 +11,7 @@ import torch_xla.core.xla_builder as xb
 from torch_xla.core.xla_op_registry import register
 from torch_xla.experimental import scan as xla_scan
 
+from ...temporarily import temporarily
 from ..base import Backend
 from ..loops import Loops
 
@@ -113,19 +114,15 @@ class XLALoops(Loops):
     def _loop_in_region(self) -> Iterator[None]:
         # Arguments of the program, such as the Python numbers of a loop's body, are replicated, and the partitioner stops at
         # a loop that has them beside shards of a manual region. A loop in another's body gets them from there.
-        loops, self._depth = self, self._depth + 1
-        full_to_shard = self._backend.manual_sharding.full_to_shard
+        loops, full_to_shard = self, self._backend.manual_sharding.full_to_shard
 
         class InRegion(_Builder):
             def add_param(self, val: torch.Tensor) -> int:
                 (is_result,) = torch_xla._XLAC._check_tensor_need_materialization([val])
                 return super().add_param(val if is_result or loops._depth > 1 else full_to_shard(val))
 
-        before, xla_scan.Builder = xla_scan.Builder, InRegion
-        try:
+        with temporarily(self, _depth=self._depth + 1), temporarily(xla_scan, Builder=InRegion):
             yield
-        finally:
-            xla_scan.Builder, self._depth = before, self._depth - 1
 
     def take_rows(self, tensor: torch.Tensor, start: torch.Tensor, size: int) -> torch.Tensor:
         return _take_rows(tensor, start, size=size)

@@ -19,6 +19,7 @@ from transformers.utils import logging
 from ...callbacks.preemption import EvaluationCut
 from ...errors import UserError
 from ...step.optimizer import LazyAdamW
+from ...temporarily import temporarily
 from .base_record import find_frozen
 from .directories import remove_leftovers
 from .lookup import check_all_see, check_shared, find_for_all
@@ -126,7 +127,10 @@ class ResumptionMixin:
         # Upstream has each of several processes load all of it to its device.
         loads_on = {"_setup_devices": torch.device("cpu")} if self.backend.splits_weights else {}
         # Where its tensors go to a device one by one, the file need not be in memory.
-        with serialization_config.patch("load.mmap", self.backend.unknown_upstream), self._settings(**loads_on):
+        with (
+            serialization_config.patch("load.mmap", self.backend.unknown_upstream),
+            temporarily(self.args, **loads_on),
+        ):
             try:
                 super()._load_optimizer_and_scheduler(checkpoint)
             except ValueError as error:

@@ -2,8 +2,8 @@
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from huggingface_hub import ModelCard
@@ -25,6 +25,7 @@ from ...quantization.bitsandbytes import find_config
 from ...redaction import redact
 from ...report.make import in_card
 from ...step.running_code import is_known
+from ...temporarily import temporarily
 from .base_record import find_frozen, write_base
 from .directories import checkpoints_by_step, delete_old, temporary_dir
 from .resumption import Resumption, ResumptionMixin
@@ -81,15 +82,6 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
         """Whether this process, of all that train together, has the output directory in its keeping."""
         return self.args.should_save
 
-    @contextmanager
-    def _settings(self, **settings) -> Iterator[None]:
-        earlier = {name: vars(self.args)[name] for name in settings}
-        vars(self.args).update(settings)
-        try:
-            yield
-        finally:
-            vars(self.args).update(earlier)
-
     # ---- The best checkpoint ----
 
     def _check_best_metric(self) -> None:
@@ -145,14 +137,11 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
             super().save_model(output_dir, _internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self._writes_optimizer = True
-        try:
+        with temporarily(self, _writes_optimizer=True):
             if self._gives_parts:
                 read_all(self.optimizer.state_dict())
             else:
                 super()._save_optimizer_and_scheduler(output_dir)
-        finally:
-            self._writes_optimizer = False
 
     def _get_output_dir(self, trial) -> str:
         # Where upstream writes a checkpoint to.
@@ -274,7 +263,7 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
             # Upstream's model is written by the first process of all, whatever it is told.
             of_model["should_save_on_this_rank"] = lambda is_main_process: is_main_process
         try:
-            with self._settings(**redact(texts)):
+            with temporarily(self.args, **redact(texts)):
                 super()._save(output_dir, state_dict)
         finally:
             of_model.pop("should_save_on_this_rank", None)

@@ -9,6 +9,7 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from ...callbacks.preemption import EvaluationCut, TrainingPreempted
 from ...callbacks.samples import ShowSamples
+from ...temporarily import temporarily
 from .directories import delete_all_but
 
 
@@ -61,7 +62,7 @@ class StoppingMixin:
                 # The run had ended but for this.
                 self._save_checkpoint(self.model, trial)
             # Upstream takes every directory `checkpoint-3...` for a checkpoint of the run, a user's own too.
-            with self._settings(save_total_limit=None):
+            with temporarily(self.args, save_total_limit=None):
                 output = super()._finalize_training(trial, num_train_samples, start_time)
             best, checkpoint = self.state.best_model_checkpoint, Path(self._checkpoint(trial))
             if self.args.should_save and best is not None and self.args.save_total_limit == 1:
@@ -69,13 +70,13 @@ class StoppingMixin:
             return output
         if self._last_save != (self.state.global_step, self._evaluation_due):
             # Resuming takes the optimizer.
-            with self._settings(save_only_model=False):
+            with temporarily(self.args, save_only_model=False):
                 self._save_checkpoint(self.model, trial)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         # Answering takes longer than there may be time.
         samples = self.pop_callback(ShowSamples)
         # Nor is this the end, where the best weights are loaded and other checkpoints are deleted.
-        with self._settings(load_best_model_at_end=False, save_total_limit=None):
+        with temporarily(self.args, load_best_model_at_end=False, save_total_limit=None):
             super()._finalize_training(trial, num_train_samples, start_time)
         if samples is not None:
             self.add_callback(samples)

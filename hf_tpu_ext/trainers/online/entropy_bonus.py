@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from ...step.metrics import DeviceSums
+from ...temporarily import temporarily
 
 
 _COEF = "entropy_coef"
@@ -54,14 +55,10 @@ class EntropyBonusMixin:
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if not (self._entropy_bonus_enabled and self.backend.static_shapes):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        settings = self.entropy_coef, self.use_adaptive_entropy
         data = self.steps.data if self.model.training else self.data_of_evaluation()
         # To upstream it is a number that stays.
-        self.entropy_coef, self.use_adaptive_entropy = data[_COEF], False
-        try:
+        with temporarily(self, entropy_coef=data[_COEF], use_adaptive_entropy=False):
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        finally:
-            self.entropy_coef, self.use_adaptive_entropy = settings
         if self._entropy_sums is not None:
             if self.model.training:
                 self._add_entropy(inputs)

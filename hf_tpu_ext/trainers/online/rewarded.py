@@ -22,6 +22,7 @@ from ...layers.shared_prompts import SharedPrompts, prompts_shared
 from ...sharding.plan import place_model
 from ...step.masked_statistics import nanmax_of_all, nanmin_of_all, quantile_of_chosen
 from ...step.train_step import OF_EVALUATION
+from ...temporarily import temporarily
 from ..checks.upstream import upstream_names
 from .arguments import count_rows_of_chips
 from .reward_functions import RewardsOnDevice, check_rewards
@@ -107,10 +108,6 @@ class RewardedMixin(RolloutMixin):
             if reason is None
             else f"layers read a prompt again for each of its completions: {reason}"
         )
-
-    def models_beside(self) -> list[nn.Module]:
-        # The reference runs beside the steps, too.
-        return []
 
     def _end_run(self) -> None:
         super()._end_run()
@@ -282,15 +279,12 @@ class RewardedMixin(RolloutMixin):
         return check_rewards(function, name)
 
     def _calculate_rewards(self, *args, **kwargs):
-        functions = self.reward_funcs
-        self.reward_funcs = [
+        functions = [
             function if isinstance(function, nn.Module) else self.prepare_reward(function, name)
-            for function, name in zip(functions, self.reward_func_names, strict=True)
+            for function, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
         ]
-        try:
+        with temporarily(self, reward_funcs=functions):
             return super()._calculate_rewards(*args, **kwargs)
-        finally:
-            self.reward_funcs = functions
 
     # ---- The loss ----
 

@@ -13,6 +13,7 @@ from transformers import Trainer
 from ...data import round_up_length, validate_buckets
 from ...errors import UserError
 from ...generation.sampling import check_generation_config
+from ...temporarily import temporarily
 from ..checks.datasets import named_datasets
 from ..checks.rows import naming_rows
 from ..checks.upstream import checkpointing_left_on, upstream_behind, upstream_of
@@ -221,21 +222,16 @@ class RolloutMixin(RolloutCheckpoints):
     @contextmanager
     def _on_host(self) -> Iterator[None]:
         """Within this context, upstream's code has its tensors on the host."""
-        states = [vars(self.accelerator.state), vars(self.args.distributed_state)]
-        names = vars(self.args)
-        earlier = [(state["device"], state["process_index"]) for state in states], names["_setup_devices"]
-        for state in states:
-            # Hosts of a slice have the rows of all chips each, and take what the first process takes.
-            state["device"], state["process_index"] = torch.device("cpu"), self.backend.processes.row_shard
-        # What `args.device` is.
-        names["_setup_devices"] = torch.device("cpu")
-        try:
-            with checkpointing_left_on(type(self)):
-                yield
-        finally:
-            for state, (device, process_index) in zip(states, earlier[0], strict=True):
-                state["device"], state["process_index"] = device, process_index
-            names["_setup_devices"] = earlier[1]
+        # Hosts of a slice have the rows of all chips each, and take what the first process takes.
+        place = {"device": torch.device("cpu"), "process_index": self.backend.processes.row_shard}
+        with (
+            temporarily(self.accelerator.state, **place),
+            temporarily(self.args.distributed_state, **place),
+            # What `args.device` is.
+            temporarily(self.args, _setup_devices=place["device"]),
+            checkpointing_left_on(type(self)),
+        ):
+            yield
 
     def _width_of(self, batch: Mapping[str, Tensor | None]) -> int:
         """The length that the prompts of a batch are padded to."""

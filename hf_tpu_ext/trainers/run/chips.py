@@ -21,6 +21,7 @@ from ...sharding.local_gradients import LocalGradients
 from ...sharding.per_chip import score_tokens_per_chip
 from ...step.gradients import AccumulatedGradients, StepGradients
 from ...step.selected_rows import select
+from ...temporarily import temporarily
 
 
 logger = logging.get_logger(__name__)
@@ -216,16 +217,10 @@ class Chips:
         args = self._args
         return args.train_batch_size * args.world_size * args.gradient_accumulation_steps
 
-    @contextmanager
-    def rows_of_process(self) -> Iterator[None]:
+    def rows_of_process(self) -> AbstractContextManager[None]:
         """Within this context, `per_device_train_batch_size` is the rows of all chips of this process, as upstream takes it."""
-        args = self._args
-        rows = args.per_device_train_batch_size
-        args.per_device_train_batch_size = rows * self._backend.num_chips
-        try:
-            yield
-        finally:
-            args.per_device_train_batch_size = rows
+        rows = self._args.per_device_train_batch_size * self._backend.num_chips
+        return temporarily(self._args, per_device_train_batch_size=rows)
 
     def batch_state(self) -> dict[str, Any]:
         """What a checkpoint keeps about its rows, for a run on another number of chips."""

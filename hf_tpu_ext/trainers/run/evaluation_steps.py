@@ -1,7 +1,7 @@
 """The batches of an evaluation: traced, or replayed by the handle of their program."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 from ...backends.compiled_function import CompiledFunction
 from ...layers.random_numbers import RandomNumbers
 from ...step.metrics import DeviceSums
+from ...temporarily import temporarily
 from .programs import SentBatch
 from .user_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP
 
@@ -41,10 +42,9 @@ class EvaluationSteps:
         #: Numbers that the batch under way has on the device, besides its own.
         self.data: dict[str, torch.Tensor] | None = None
 
-    @contextmanager
     def under_way(
         self, model: nn.Module, sums: DeviceSums | None = None, preprocess: Callable | None = None
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """
         Context of an evaluation of a model, whose losses are added to `sums`, or whose predictions are kept: what code of the
         user's, `preprocess`, makes of them.
@@ -52,11 +52,7 @@ class EvaluationSteps:
         # At the first batch, when upstream has prepared the model.
         self._begin_at_batch = partial(self._begin, model, sums, preprocess)
         self._number = 0
-        self._under_way = True
-        try:
-            yield
-        finally:
-            self._under_way = False
+        return temporarily(self, _under_way=True)
 
     def _begin(self, model: nn.Module, sums: DeviceSums | None, preprocess: Callable | None) -> None:
         self._begin_at_batch = None
@@ -107,12 +103,9 @@ class EvaluationSteps:
 
     def _run_batch(self, data: dict[str, dict[Any, Any]], kind: str) -> Any:
         """What is compiled."""
-        numbers, self.data = dict(data["numbers"]), data["of_evaluation"]
-        try:
-            with RandomNumbers(numbers.pop("seed")):
-                return self._trace(SentBatch(data["batch"]), **numbers)
-        finally:
-            self.data = None
+        numbers = dict(data["numbers"])
+        with RandomNumbers(numbers.pop("seed")), temporarily(self, data=data["of_evaluation"]):
+            return self._trace(SentBatch(data["batch"]), **numbers)
 
     # ---- What is compiled ----
 

@@ -1,7 +1,7 @@
 """`model.generate` of a trainer's model, for callbacks that call it in the middle of a run."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from types import MethodType
 from typing import Any
@@ -16,6 +16,7 @@ from transformers.utils import logging
 from ...backends.base import Backend
 from ...errors import UserError
 from ...generation import TextRequest
+from ...temporarily import temporarily
 from .text import TextGeneration
 
 
@@ -87,14 +88,9 @@ class ModelGenerate:
         """Whether the model is where programs run. Upstream's pipelines, which know no TPU, move it to the host."""
         return next(model.parameters()).device.type == self._backend.device.type
 
-    @contextmanager
-    def from_same_weights(self) -> Iterator[None]:
+    def from_same_weights(self) -> AbstractContextManager[None]:
         """Within this context the weights stay as they are: those on the host are fetched once."""
-        self._keeps_copy = True
-        try:
-            yield
-        finally:
-            self._keeps_copy, self._on_host = False, None
+        return temporarily(self, _keeps_copy=True, _on_host=None)
 
     def run_on_host(self, model: nn.Module, **kwargs: Any) -> Any:
         """What upstream's `generate` makes of arguments on the host, with the weights of now: a copy of the model has them there."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Hashable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers.trainer_utils import unwrap_peft_model
 from ...layers.attention import static_masks
 from ...layers.chunked_head import head_computed_by, score_tokens
 from ...step.optimizer import clip_gradients
+from ...temporarily import temporarily
 from ..checks.upstream import checkpointing_left_on
 from .chips import rows_gathered
 from .user_code import sees_micro_steps
@@ -54,18 +55,11 @@ class StepsMixin:
                 stack.enter_context(checkpointing_left_on(type(self)))
             yield
 
-    @contextmanager
-    def micro_steps_as_data(self, numbers: dict[str, torch.Tensor]) -> Iterator[None]:
+    def micro_steps_as_data(self, numbers: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
         """Within this context, the number of micro-steps is what was sent: there are fewer at the end of an epoch."""
         if "micro_steps" not in numbers:
-            yield
-            return
-        number = self.current_gradient_accumulation_steps
-        self.current_gradient_accumulation_steps = numbers["micro_steps"]
-        try:
-            yield
-        finally:
-            self.current_gradient_accumulation_steps = number
+            return nullcontext()
+        return temporarily(self, current_gradient_accumulation_steps=numbers["micro_steps"])
 
     @property
     def balances_experts(self) -> bool:
@@ -188,10 +182,6 @@ class StepsMixin:
             value for value in vars(self).values() if isinstance(value, nn.Module) and id(value) not in module_ids
         ]
         return list(dict.fromkeys(models))
-
-    def models_beside(self) -> list[nn.Module]:
-        """Those of them that run within a training step."""
-        return self.other_models()
 
     @property
     def _runs_other_passes(self) -> bool:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ...backends.base import Backend
+from ...temporarily import temporarily
 
 
 _NEVER_COPIES = ("hf_tpu_ext.", "transformers.")
@@ -35,12 +36,8 @@ class WeightCopies:
         if self.context is None or never:
             yield
             return
-        self.not_made = self.context.suspend
-        try:
-            with self.context:
-                yield
-        finally:
-            self.not_made = nullcontext
+        with temporarily(self, not_made=self.context.suspend), self.context:
+            yield
 
     def separate(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Give copies of weights and moments that were made before this run memory of their own."""

@@ -13,6 +13,7 @@ from ...formatting import count
 from ...layers.chunked_head import head_wrapped_by
 from ...quantization.rounding import Rounding
 from ...quantization.trained_for import TrainedFor
+from ...temporarily import temporarily
 from ..configs import TPUSFTConfig
 
 
@@ -102,8 +103,7 @@ class QuantizationMixin:
             # An evaluation in the middle of training finds them so.
             if self.rounding is not None and not self._layers_round:
                 context.enter_context(self._fake_quantization.enable())
-                self._layers_round = True
-                context.callback(setattr, self, "_layers_round", False)
+                context.enter_context(temporarily(self, _layers_round=True))
             yield
 
     @contextmanager
