@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
@@ -27,34 +28,8 @@ from ...temporarily import temporarily
 logger = logging.get_logger(__name__)
 
 
-class _OfAllChips:
-    """
-    Arguments by which a process takes `per_device_train_batch_size` rows for each of its chips, as upstream's take them for
-    each GPU of a process. The fields stay as the caller gave them.
-    """
-
-    _given_class: type[TrainingArguments]
-    _num_chips: int
-
-    @property
-    def train_batch_size(self) -> int:
-        return super().train_batch_size * self._num_chips
-
-    @property
-    def eval_batch_size(self) -> int:
-        return super().eval_batch_size * self._num_chips
-
-    def __reduce_ex__(self, protocol: int) -> tuple:
-        # Copies, and what is saved, are of the caller's class. In later protocols pickle looks at the class of the object, too.
-        function, (_, *bases), *rest = super().__reduce_ex__(0)
-        return function, (self._given_class, *bases), *rest
-
-
-@cache
-def _class_of_all_chips(cls: type[TrainingArguments], num_chips: int) -> type[TrainingArguments]:
-    attributes: dict[str, Any] = {"_given_class": cls, "_num_chips": num_chips}
-    attributes |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (_OfAllChips, cls), attributes)
+# By the arguments of a trainer, the chips of its process. Not an attribute, which their copies, and what is saved, would have, too.
+_chips_of = WeakIdKeyDictionary()
 
 
 def count_all_chips(args: TrainingArguments, num_chips: int) -> None:
@@ -62,13 +37,18 @@ def count_all_chips(args: TrainingArguments, num_chips: int) -> None:
     Make the batch of arguments that of all chips of this process, in `train_batch_size` and `eval_batch_size`.
 
     To upstream, which sees one device, the chips are one. It reads these two for samplers, dataloaders and speeds; it
-    shows and saves the fields.
+    shows and saves the fields, which stay as the caller gave them.
     """
-    if num_chips > 1:
-        # Both are properties of the class, which a value of the object cannot replace. They count `n_gpu`, but with several of
-        # these upstream wraps the model in `DataParallel`. A field with the rows of all chips would be logged and saved. The object is
-        # this package's own copy of what the caller gave, so its class can be another.
-        args.__class__ = _class_of_all_chips(type(args), num_chips)
+    _chips_of[args] = num_chips
+
+
+def _times_chips(rows: property) -> property:
+    return property(lambda args: rows.fget(args) * _chips_of.get(args, 1), doc=rows.__doc__)
+
+
+# Upstream's count `n_gpu`, but with several of these it wraps the model in `DataParallel`.
+TrainingArguments.train_batch_size = _times_chips(TrainingArguments.train_batch_size)
+TrainingArguments.eval_batch_size = _times_chips(TrainingArguments.eval_batch_size)
 
 
 class Chips:
