@@ -52,10 +52,6 @@ class Backend(ABC):
     One accelerator, and how a training step is run on it.
 
     The defaults are what upstream does on an eager device, so a backend states only where it differs.
-
-    Args:
-        reason (`str`):
-            Why this backend was chosen, for the line that is printed at start.
     """
 
     name: str
@@ -91,6 +87,7 @@ class Backend(ABC):
     programs: Programs
 
     def __init__(self, reason: str):
+        #: Why it was chosen, for the line that is printed at start.
         self.reason = reason
         #: Regions that each chip runs on its own shard.
         self.manual_sharding = ManualSharding()

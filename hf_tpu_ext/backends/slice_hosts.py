@@ -69,19 +69,8 @@ class SliceHosts(Processes):
 
     A thread of each tells the others that it is there. Where one says nothing for `silence` seconds, has ended with an error
     or is gone while others wait for it, each of those prints so and ends with [`EXIT_STATUS`]: a program that waits for
-    chips of a lost host cannot be left in another way.
-
-    Args:
-        index (`int`):
-            Which host this is.
-        count (`int`):
-            How many there are.
-        address (`str`):
-            Where the first can be reached, from all.
-        port (`int`):
-            The port that it listens on.
-        silence (`float`, *optional*, defaults to 60):
-            Seconds.
+    chips of a lost host cannot be left in another way. This is host `index` of `count`, and all can reach the first at `address`,
+    where it listens on `port`.
     """
 
     word = "host"

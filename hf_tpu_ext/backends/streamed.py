@@ -41,16 +41,8 @@ def save_safetensors(
     tensors: Mapping[str, "torch.Tensor | StreamedTensor"], path: Path, metadata: dict[str, str]
 ) -> None:
     """
-    Write the file that safetensors' `save_file` does, whose own function takes the bytes of all tensors at once. Streamed tensors
-    are read one at a time, in the order of [`in_file_order`].
-
-    Args:
-        tensors (`Mapping`):
-            Tensors in float32 or float64, by name.
-        path (`Path`):
-            The file.
-        metadata (`dict[str, str]`):
-            What to write down beside them.
+    Write the file that safetensors' `save_file` does, whose own function takes the bytes of all tensors at once. Streamed tensors,
+    of float32 or float64, are read one at a time, in the order of [`in_file_order`].
     """
     header: dict[str, Any] = {"__metadata__": metadata}
     sorted_tensors, end = in_file_order(tensors), 0
@@ -75,15 +67,7 @@ class StreamedTensor:
     """
     Stands for a device tensor in what is given to [`torch.save`] or [`save_safetensors`], which write it as the CPU tensor that
     it reads, and drop that before they read the next one: the host never holds more than one of them. The file is that of CPU
-    tensors.
-
-    Args:
-        tensor (`torch.Tensor`):
-            The tensor.
-        read (`Callable`):
-            Reads it, or a row. It is called in the order in which tensors are met.
-        row (`int`, *optional*):
-            The row that is meant, where it is not the whole tensor.
+    tensors. `read` is called in the order in which tensors are met; `row` is that which is meant, where it is not the whole tensor.
     """
 
     def __init__(self, tensor: torch.Tensor, read: Read, row: int | None = None):

@@ -28,13 +28,8 @@ def average_gradients(model: nn.Module, processes: Processes) -> None:
 class StepGradients:
     """
     The gradients of optimizer steps of one micro-step: they live within its program, and parameters have none between steps. What
-    lasts longer, in the subclasses, is in `tensors`: a part of the state that programs read and write.
-
-    Args:
-        model ([`~torch.nn.Module`]):
-            The model that is trained.
-        processes ([`Processes`], *optional*):
-            The processes whose gradients are averaged, each of which has rows of its own.
+    lasts longer, in the subclasses, is in `tensors`: a part of the state that programs read and write. Gradients are averaged over
+    `processes`, each of which has rows of its own.
     """
 
     def __init__(self, model: nn.Module, processes: Processes = ALONE):

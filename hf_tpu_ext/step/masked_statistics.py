@@ -7,16 +7,7 @@ from torch import Tensor
 
 
 def nanmin_of_all(values: Tensor, **_: Any) -> Tensor:
-    """
-    What `nanmin` of TRL gives, which picks the elements out.
-
-    Args:
-        values (`torch.Tensor` of shape `(elements,)`):
-            Numbers and NaN.
-
-    Returns:
-        `torch.Tensor` of shape `()`: The least number, or NaN where there is none.
-    """
+    """What `nanmin` of TRL gives of a vector, which picks the elements out: the least number, or NaN where there is none."""
     is_nan = torch.isnan(values)
     return torch.where(is_nan.all(), torch.nan, torch.where(is_nan, torch.inf, values).min())
 
@@ -27,20 +18,7 @@ def nanmax_of_all(values: Tensor, **_: Any) -> Tensor:
 
 
 def quantile_of_chosen(values: Tensor, is_chosen: Tensor, threshold: float) -> Tensor:
-    """
-    What `torch.quantile` gives of the elements that are chosen.
-
-    Args:
-        values (`torch.Tensor`):
-            Elements.
-        is_chosen (`torch.Tensor`):
-            Which of them count, of the same shape.
-        threshold (`float`):
-            From 0 to 1.
-
-    Returns:
-        `torch.Tensor` of shape `()`: The quantile; infinity where none is chosen.
-    """
+    """What `torch.quantile` gives of the elements that are chosen, of shape `()`; infinity where none is."""
     in_order = torch.where(is_chosen, values, torch.inf).flatten().sort().values
     rank = threshold * (is_chosen.sum() - 1).clamp(min=0).to(values.dtype)
     below = rank.floor()

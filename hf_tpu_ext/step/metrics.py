@@ -72,18 +72,10 @@ class LossWindow:
 
 
 class LossLog:
-    """
-    Sums the losses of micro-steps on the device, as upstream's loop does on a device whose losses it can read.
-
-    Args:
-        backend ([`Backend`]):
-            The backend in use.
-        filters (`bool`):
-            Whether a loss that is NaN or infinite is replaced by a mean of those before it (`logging_nan_inf_filter`).
-    """
+    """Sums the losses of micro-steps on the device, as upstream's loop does on a device whose losses it can read."""
 
     def __init__(self, backend: Backend, filters: bool):
-        #: Whether such losses are replaced.
+        #: Whether a loss that is NaN or infinite is replaced by a mean of those before it (`logging_nan_inf_filter`).
         self.filters = filters
         self._sums = DeviceSums(backend, floats=("loss",), integers=("steps", "nonfinite", "first_nonfinite"))
         #: The sums, to be fetched together with others.

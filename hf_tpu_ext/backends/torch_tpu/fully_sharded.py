@@ -19,23 +19,11 @@ def _device_mesh(device_type: str, data: int, fsdp: int) -> DeviceMesh:
 
 def split_model(model: nn.Module, mesh: dict[str, int], device_type: str, place: Callable) -> nn.Module:
     """
-    Put a model, in place, on the devices of all processes: of each weight, this one keeps its part along the first dimension.
+    Put a model, which has the same weights on the hosts of all processes, on their devices, in place: of each weight, this one keeps
+    its part along the first dimension. Parts are those of the axis `fsdp` of the mesh, and the same along `data`.
 
     A layer is gathered where it runs, forward and backward, and the rest of the model for as long as a step takes. Gradients are
-    the means over all processes.
-
-    Args:
-        model ([`~torch.nn.Module`]):
-            The model, on the host, with the same weights in all processes.
-        mesh (`dict[str, int]`):
-            Size of each axis. Parts are those of `fsdp`, and the same along `data`.
-        device_type (`str`):
-            Where this process computes.
-        place (`Callable`):
-            Moves a module to the device in place, and keeps tied weights tied.
-
-    Returns:
-        `nn.Module`: The model.
+    the means over all processes. `place` moves a module to the device in place, and keeps tied weights tied.
     """
     # Not before a backend is chosen.
     from transformers.modeling_layers import GradientCheckpointingLayer

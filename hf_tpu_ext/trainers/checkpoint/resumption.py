@@ -38,11 +38,8 @@ class Resumption(TrainerCallback):
     Begins the first epoch of a run that is resumed with the host's random state of then.
 
     A sampler without a seed of its own (`train_sampling_strategy="group_by_length"`) draws the order of an epoch from it.
-    A run that is resumed inside the epoch draws the same order.
-
-    Args:
-        begin (`Callable[[TrainerControl], str | None]`):
-            Called when a run begins. Returns that state, where the run goes on inside an epoch.
+    A run that is resumed inside the epoch draws the same order. `begin` is called when a run begins, and returns that state
+    where the run goes on inside an epoch.
     """
 
     def __init__(self, begin: Callable[[TrainerControl], str | None]):

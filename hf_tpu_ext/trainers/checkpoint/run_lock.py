@@ -28,17 +28,11 @@ _descriptors: set[int] = set()
 @contextmanager
 def only_run_in(output_dir: str | Path, processes: Processes) -> Iterator[None]:
     """
-    Context of a run that writes to an output directory. Raises `ValueError`, in all of its processes, if another run is in
-    such a context.
+    Context of a run that writes to an output directory, which is created if need be. Raises `ValueError`, in all of its
+    processes, if another run is in such a context.
 
-    The lock is the kernel's (`flock`), so a run that is killed leaves none. It holds between the processes that see the
-    directory, on several machines too if the file system shares locks, as NFS does.
-
-    Args:
-        output_dir (`str` or `Path`):
-            The directory; it is created if need be.
-        processes ([`Processes`]):
-            The processes of the run, of which the first takes the lock.
+    The lock, which the first process takes, is the kernel's (`flock`), so a run that is killed leaves none. It holds between
+    the processes that see the directory, on several machines too if the file system shares locks, as NFS does.
     """
     with ExitStack() as stack:
         in_use = None
@@ -56,16 +50,8 @@ def only_run_in(output_dir: str | Path, processes: Processes) -> Iterator[None]:
 @contextmanager
 def lock(path: Path, what: str | None = None, fix: str = "") -> Iterator[None]:
     """
-    Context of the one process that holds the lock of a file, which exists for that only.
-
-    Args:
-        path (`Path`):
-            The file.
-        what (`str`, *optional*):
-            What another process that holds the lock does, for the message of the `ValueError` that is raised then. By
-            default, this one waits until the other is done.
-        fix (`str`, *optional*):
-            What to do about it.
+    Context of the one process that holds the lock of a file, which exists for that only. Where another one holds it, a
+    `ValueError` says `what` that one does and the `fix`; by default, this one waits until the other is done.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, process = _lock(path, what, fix), os.getpid()

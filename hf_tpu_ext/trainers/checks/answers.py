@@ -68,8 +68,8 @@ class CompiledArguments:
 @dataclass(frozen=True)
 class Run:
     """
-    A run that is to be: `trainer_kwargs` are the other arguments of its trainer, by name, `loads_model` is whether it uses
-    `model_init_kwargs`, and `overrides_loss` whether the loss is of the user's own code.
+    A run that is to be: `trainer_kwargs` are the other arguments of its trainer, by name, `loads_model` is whether it loads the
+    model by its name, or a reference, with `model_init_kwargs`, and `overrides_loss` whether the loss is of the user's own code.
     """
 
     compiled: CompiledArguments

@@ -362,22 +362,8 @@ def adapt(
     overrides_loss: bool = False,
 ) -> CompiledArguments:
     """
-    Adapt arguments to the place where they are to run, by the table.
-
-    Args:
-        args ([`~transformers.TrainingArguments`]):
-            The arguments, which are not changed.
-        place ([`Place`]):
-            Where the run is to be.
-        trainer_kwargs (`Mapping[str, Any]`, *optional*):
-            The trainer's other arguments, by the names of [`~transformers.Trainer`].
-        loads_model (`bool`, *optional*, defaults to `False`):
-            Whether it loads the model by its name, or a reference, with `model_init_kwargs`.
-        overrides_loss (`bool`, *optional*, defaults to `False`):
-            Whether its class has code of its own for the loss.
-
-    Returns:
-        [`CompiledArguments`]: A copy that is changed, with a line for each change.
+    Adapt arguments, which are not changed, to the place where they are to run, by the table. The others are those of [`Run`].
+    Returns a copy that is changed, with a line for each change.
 
     Raises:
         `ValueError`: A value is refused. The message says what to set instead.

@@ -20,15 +20,9 @@ _PAIRS = "'chosen' and 'rejected' (and 'prompt', unless both begin with it)"
 
 def check_preferences(dataset, name: str, trainer: str) -> None:
     """
-    Check that every row of a dataset says what is preferred.
-
-    Args:
-        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            The data as the caller gave it. Of a stream, the first row is looked at; other types are left to upstream.
-        name (`str`):
-            What messages call it, see [`named_datasets`].
-        trainer (`str`):
-            `"DPOTrainer"`, `"RewardTrainer"` or `"KTOTrainer"`.
+    Check that every row of a dataset says what is preferred. Of a stream, the first row is looked at; other types than those of
+    `datasets` are left to upstream. Messages call it `name`, see [`named_datasets`]; `trainer` is `"DPOTrainer"`,
+    `"RewardTrainer"` or `"KTOTrainer"`.
 
     Raises:
         `ValueError`: Columns are missing, or a row has no completion, no label, or two completions that are the same.

@@ -152,18 +152,7 @@ def overrides_loss(cls: type[Trainer]) -> bool:
 
 
 def loads_model(args: TrainingArguments, call: inspect.BoundArguments) -> bool:
-    """
-    Say whether a trainer loads a model with `model_init_kwargs`: the trained one by its name, or a reference.
-
-    Args:
-        args ([`~transformers.TrainingArguments`]):
-            Its arguments.
-        call ([`inspect.BoundArguments`]):
-            The call that makes the trainer, with all its arguments.
-
-    Returns:
-        `bool`: Whether it does.
-    """
+    """Whether the trainer that a call makes loads a model with `model_init_kwargs`: the trained one by its name, or a reference."""
     if isinstance(call.arguments.get("model"), str):
         return True
     takes_reference = "ref_model" in call.signature.parameters and call.arguments.get("ref_model") is None

@@ -81,13 +81,8 @@ class RewardedArguments(RolloutArguments):
 
 def count_rows_of_chips(args: TrainingArguments, chips: int) -> None:
     """
-    Make the rows of a generation, of GRPO and RLOO, those of all chips, and check that they are whole groups.
-
-    Args:
-        args ([`~transformers.TrainingArguments`]):
-            The arguments, which are changed. Of upstream's own, a `generation_batch_size` is not told from one that was left out.
-        chips (`int`):
-            How many there are, in all processes.
+    Make the rows of a generation, of GRPO and RLOO, those of all chips, and check that they are whole groups. The arguments are
+    changed. Of upstream's own, a `generation_batch_size` is not told from one that was left out. `chips` are those of all processes.
 
     Raises:
         `ValueError`: A number is not divisible by another. The message says which to set.

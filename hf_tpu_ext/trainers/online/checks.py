@@ -12,16 +12,8 @@ from ..checks.datasets import named_datasets
 
 def check_rollouts(trainer_kwargs: Mapping[str, Any], upstream: str) -> None:
     """
-    Check the arguments of a trainer that generates its own data.
-
-    Args:
-        trainer_kwargs (`Mapping[str, Any]`):
-            Its arguments, by name.
-        upstream (`str`):
-            Its name at upstream.
-
-    Raises:
-        `ValueError`: Something does not work on XLA. The message says what to set instead.
+    Refuse (`ValueError`) arguments, by name, with which a trainer that generates its own data does not work on XLA. `upstream` is
+    its name at upstream.
     """
     if isinstance(trainer_kwargs.get("processing_class"), ProcessorMixin):
         raise UserError(

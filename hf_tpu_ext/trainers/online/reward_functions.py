@@ -22,17 +22,8 @@ _LONGEST_SHOWN = 80
 
 def check_rewards(function: Callable, name: str) -> Callable:
     """
-    Wrap a reward function, for its errors to name it and the row.
-
-    Args:
-        function (`Callable`):
-            Reward function of TRL, asynchronous or not.
-        name (`str`):
-            Its name, for messages.
-
-    Returns:
-        `Callable`: One that raises `ValueError` where `function` raises, or where a reward is neither a finite number nor
-        `None`. That there are as many as rows is left to upstream.
+    Wrap a reward function of TRL, asynchronous or not, for its errors to name it and the row: it raises `ValueError` where the
+    function raises, or where a reward is neither a finite number nor `None`. That there are as many as rows is left to upstream.
     """
     if is_async_callable(function):
 
@@ -129,15 +120,8 @@ class RewardsOnDevice(nn.Module):
     """
     A reward model, in the place that upstream calls it at, as a program of static shape on the device.
 
-    Rows are padded on the right to one length, which doubles where a text is longer.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The reward model, on the device.
-        length (`int`):
-            Length to begin with.
-        score (`Callable[[dict[str, torch.Tensor]], torch.Tensor]`):
-            Runs it over rows of that length, on the host, and returns the score of each.
+    Rows are padded on the right to one `length`, which doubles where a text is longer. `score` runs the model over rows of that
+    length, on the host, and returns the score of each.
     """
 
     def __init__(self, model: PreTrainedModel, length: int, score: Callable[[dict[str, Tensor]], Tensor]):

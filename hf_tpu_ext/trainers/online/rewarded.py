@@ -128,22 +128,9 @@ class RewardedMixin(RolloutMixin):
         rows_at_once: int | None = None,
     ) -> Tensor:
         """
-        Compute a value for each row of a batch on the host, or several, by passes over so many rows.
-
-        Args:
-            kind (`str`):
-                What it is for. Passes of one kind compute the same with one model, whose adapters are the same.
-            model (`torch.nn.Module`):
-                The model.
-            batch (`dict[str, torch.Tensor]`):
-                Tensors of any number of rows, on the host.
-            compute (`Callable`):
-                Computes the values of some rows on the device.
-            rows_at_once (`int`, *optional*):
-                How many rows. By default those of a step.
-
-        Returns:
-            `torch.Tensor`: The values of all rows, on the host. They are read once.
+        Compute a value for each row of a batch on the host, or several, by passes over so many rows: by default those of a step.
+        `compute` has the values of some rows on the device; those of all, which are read once, are returned on the host. Passes of
+        one `kind` compute the same with one model, whose adapters are the same.
         """
         rows_per_pass = rows_at_once or (self._train_batch_size if self.model.training else self.args.eval_batch_size)
         key = kind, model.training

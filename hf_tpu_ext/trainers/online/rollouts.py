@@ -269,14 +269,8 @@ class RolloutMixin(RolloutCheckpoints):
 
     def generate_completions(self, prompts: list[list[int]]) -> list[list[int]]:
         """
-        Write a completion of each prompt, with the weights as they are.
-
-        Args:
-            prompts (`list[list[int]]`):
-                Tokens. A prompt is there as often as completions of it are wanted.
-
-        Returns:
-            `list[list[int]]`: The tokens of the completions, each up to and with the one that ends it.
+        Write a completion of each prompt, with the weights as they are: its tokens, up to and with the one that ends it. A prompt
+        is there as often as completions of it are wanted.
         """
         for row, prompt in enumerate(prompts):
             self._declared_for(len(prompt), f"The prompt of row {row} of a generation")

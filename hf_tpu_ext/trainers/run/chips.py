@@ -58,15 +58,7 @@ class Chips:
 
     `per_device_train_batch_size` is what each chip gets, and stays as it was given. `train_batch_size` is what this
     process takes at once, the rows of all chips: sampling, `max_steps` and epochs, token counts and evaluation follow
-    from that.
-
-    Args:
-        backend ([`Backend`]):
-            Where the run trains.
-        args ([`~transformers.TrainingArguments`]):
-            Those of the trainer, whose rows at once become those of all chips.
-        mesh (`str`):
-            The size of each axis, see [`~hf_tpu_ext.sharding.resolve_mesh`].
+    from that. `mesh` is as in [`~hf_tpu_ext.sharding.resolve_mesh`].
     """
 
     def __init__(self, backend: Backend, args: TrainingArguments, mesh: str):

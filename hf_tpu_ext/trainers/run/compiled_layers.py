@@ -13,13 +13,7 @@ logger = logging.get_logger(__name__)
 
 
 class CompiledLayers:
-    """
-    Compiles the layers of a model for a run, each as a program of its own; the rest of a step is run by operators.
-
-    Args:
-        backend ([`Backend`]):
-            Where they run.
-    """
+    """Compiles the layers of a model for a run, each as a program of its own; the rest of a step is run by operators."""
 
     def __init__(self, backend: Backend):
         self._backend = backend

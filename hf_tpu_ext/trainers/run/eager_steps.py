@@ -36,15 +36,8 @@ class EagerSteps(TrainerCallback):
 
     Upstream's `training_step` runs as it is written. The loss stays on the device until a log. After the optimizer the step
     ends, and what it had compiled is counted and explained: at the first step of each shape, and before a log, an evaluation or a
-    checkpoint, which wait for the device anyway.
-
-    Args:
-        trainer ([`TPUTrainerMixin`]):
-            The trainer.
-        layers ([`CompiledLayers`], *optional*):
-            Compiles the layers of the model.
-        why_layers (`str`, *optional*):
-            Why no more is compiled, as a clause.
+    checkpoint, which wait for the device anyway. With `layers`, those of the model are compiled; `why_layers` says why no more
+    is, as a clause.
     """
 
     #: Steps are not run by the handle of their program, as those of [`TrainingSteps`] are.

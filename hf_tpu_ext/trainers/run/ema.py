@@ -33,17 +33,9 @@ class Averaging(TrainerCallback):
 
     [`LazyAdamW`] updates it in its own program. With another optimizer it is updated by a hook after the optimizer's step:
     on XLA within the same program, on CUDA and CPU eagerly. It is a callback where steps run eagerly; elsewhere
-    [`TrainingSteps`] begins it, when the layers run as they will.
-
-    Args:
-        backend ([`Backend`]):
-            Where the weights are.
-        layers ([`LayerScan`]):
-            Says which parameters are those of several layers.
-        find_optimizer (`Callable[[], torch.optim.Optimizer]`):
-            The optimizer of the run, which a callback may replace.
-        settings ([`ExtensionArguments`] or its class):
-            The caller's arguments, or the class for the defaults.
+    [`TrainingSteps`] begins it, when the layers run as they will. `layers` says which parameters are those of several layers,
+    `find_optimizer` finds the optimizer of the run, which a callback may replace, and `settings` are the caller's arguments, or
+    their class for the defaults.
     """
 
     def __init__(

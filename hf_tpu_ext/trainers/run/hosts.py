@@ -72,10 +72,6 @@ class HostAgreement:
     """
     Keeps the hosts of a slice together: what they begin a run with, send to their chips and decide. On one host it does
     nothing.
-
-    Args:
-        backend ([`Backend`]):
-            Whose hosts they are.
     """
 
     def __init__(self, backend: Backend):

@@ -31,15 +31,7 @@ class ModelGenerate:
     What such programs cannot do (beams, a streamer) is done as upstream does it, with a line that says so. Encoder-decoder models
     write on the host: traced, upstream's loop would compute all tokens again for each, in graphs that grow with the text.
 
-    Args:
-        model ([`~torch.nn.Module`]):
-            The trained model.
-        backend ([`Backend`]):
-            Where it is.
-        write (`Callable[[GenerationConfig, Sequence[int]], TextGeneration]`):
-            Makes what writes text by a configuration, after prompts of these lengths.
-        fetch_weights (`Callable[[], dict[str, torch.Tensor]]`):
-            Fetches the weights of now.
+    `write` makes what writes text by a configuration, after prompts of these lengths, and `fetch_weights` fetches the weights of now.
     """
 
     def __init__(

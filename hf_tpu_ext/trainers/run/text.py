@@ -23,15 +23,8 @@ class TextGeneration:
     Generates completions with the weights that a trainer's model has now, in programs of static shape.
 
     They are compiled as steps are, unless code of the user's runs in the model. Where shapes are not static, upstream's `generate`
-    makes the tokens, and no log-probabilities.
-
-    Args:
-        trainer ([`TPUTrainerMixin`]):
-            The trainer.
-        config ([`~transformers.GenerationConfig`]):
-            As in [`Generator`].
-        prompt_lengths (`Sequence[int]`, *optional*):
-            As in [`Generator`]. By default the length of the longest prompt of each call.
+    makes the tokens, and no log-probabilities. `config` and `prompt_lengths` are as in [`Generator`]; by default there is the
+    length of the longest prompt of each call.
     """
 
     def __init__(self, trainer, config: GenerationConfig, prompt_lengths: Sequence[int] = ()):
