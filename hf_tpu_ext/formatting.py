@@ -53,6 +53,12 @@ def count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
+def format_value(value: object) -> str:
+    """A value as Python writes it, cut off after 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
 def name_of_any_layer(name: str) -> str:
     """The name of a parameter without the number of its layer, e.g. `"model.layers.*.mlp.up_proj.weight"`."""
     return re.sub(r"\.\d+\.", ".*.", name)

@@ -58,7 +58,10 @@ def select_backend(name: str | None = None, num_chips: int | None = None) -> Bac
     if backend.name != "cuda":
         _accept_bf16()
     if backend.traces_steps:
-        _look_for_lomo_once()
+        import accelerate.optimizer
+
+        # It searches `sys.path` for this optimizer twice a step.
+        accelerate.optimizer.is_lomo_available = cache(accelerate.utils.is_lomo_available)
     return backend
 
 
@@ -233,13 +236,6 @@ def _switch_off_upstream_xla() -> None:
     transformers_imports.is_torch_xla_available.cache_clear()
     accelerate_imports._torch_xla_available = False
     accelerate_imports.is_torch_xla_available.cache_clear()
-
-
-def _look_for_lomo_once() -> None:
-    """Have accelerate remember whether the LOMO optimizer is installed: it searches `sys.path` for it twice a step."""
-    import accelerate.optimizer
-
-    accelerate.optimizer.is_lomo_available = cache(accelerate.utils.is_lomo_available)
 
 
 def _accept_bf16() -> None:

@@ -18,7 +18,7 @@ from torch._C._dynamo.guards import dict_version
 
 from ..backends.base import Backend
 from ..backends.compiled_function import CompiledFunction
-from ..formatting import dtype_name
+from ..formatting import dtype_name, format_value
 from .running_code import RunningCode
 
 
@@ -36,7 +36,6 @@ _COLLECTIONS = (dict, list, tuple, set, frozenset)
 # How an entry is named.
 _ATTRIBUTE, _ENTRY = "{}.{}", "{}[{!r}]"
 _ABSENT = object()
-_LONGEST = 80
 
 
 def _counts_attributes() -> bool:
@@ -54,7 +53,7 @@ def is_plain(value: Any) -> bool:
     """Whether a value is a number, a string or the like, or a collection of them."""
     if isinstance(value, dict):
         return all(map(is_plain, value.values()))
-    if isinstance(value, (list, tuple, set, frozenset)):
+    if isinstance(value, _COLLECTIONS):
         return all(map(is_plain, value))
     return isinstance(value, _PLAIN)
 
@@ -172,7 +171,9 @@ class Fingerprint:
             for name in names:
                 self._visit(entries.get(name), f"{owner}.{name}")
         for name, namespace in self._reach.namespaces.items():
-            entries = _dict_of(namespace)
+            # The dict whose writes are counted: that of a class is shown through a proxy.
+            is_proxy = isinstance(namespace, MappingProxyType)
+            entries = gc.get_referents(namespace)[0] if is_proxy else namespace
             self._names[id(entries)] = name, _ATTRIBUTE
             self._dicts.append(entries)
         for parameter in self._parameters.values():
@@ -329,7 +330,7 @@ class Fingerprint:
     def _changed_set_or_tensor(self) -> str | None:
         for name, members, earlier in self._sets:
             if members != earlier:
-                return f"`{name}` was {_show(earlier)}, is {_show(members)}"
+                return f"`{name}` was {format_value(earlier)}, is {format_value(members)}"
         for name, array, earlier in self._arrays:
             if not np.array_equal(array, earlier):
                 return f"`{name}` has other numbers"
@@ -359,11 +360,6 @@ def compile_alone(
     """Compile a function that depends on a model in evaluation mode and on `state`, outside of a trainer."""
     fingerprint = Fingerprint(lambda: Reach({"model": model}), [model], backend.programs.memory_of)
     return backend.programs.compile(function, state, fingerprint, backend.programs.real_copies())
-
-
-def _dict_of(namespace: Mapping[str, Any]) -> dict[str, Any]:
-    """The dict of a namespace, whose writes are counted: that of a class is shown through a proxy."""
-    return gc.get_referents(namespace)[0] if isinstance(namespace, MappingProxyType) else namespace
 
 
 def _by_key(entries: dict[Any, Any] | tuple) -> dict[Any, Any]:
@@ -401,24 +397,18 @@ def _has_other_collections(entries: Mapping[Any, Any], earlier: Mapping[Any, Any
 def _compare(owner: str, form: str, entries: Mapping[Any, Any], earlier: Mapping[Any, Any]) -> str | None:
     for key, before in earlier.items():
         now = entries.get(key, _ABSENT)
-        if now is before or _is_equal(now, before):
+        if now is before:
+            continue
+        are_plain = is_plain(now) and is_plain(before)
+        if are_plain and type(now) is type(before) and now == before:
             continue
         name = f"`{form.format(owner, key)}`"
         if now is _ABSENT or before is _ABSENT:
             return f"{name} was {'removed' if now is _ABSENT else 'added'}"
-        if is_plain(now) and is_plain(before):
-            return f"{name} was {_show(before)}, is {_show(now)}"
+        if are_plain:
+            return f"{name} was {format_value(before)}, is {format_value(now)}"
         return f"{name} was replaced"
     for key in entries:
         if key not in earlier:
             return f"`{form.format(owner, key)}` was added"
     return None
-
-
-def _is_equal(now: Any, before: Any) -> bool:
-    return type(now) is type(before) and is_plain(now) and is_plain(before) and now == before
-
-
-def _show(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

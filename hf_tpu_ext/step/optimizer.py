@@ -125,17 +125,15 @@ class LazyAdamW(torch.optim.AdamW):
         row_of = {count: row for row, count in reversed([*enumerate(by_count)])}
         counts = zip(self._states, self._counts.tolist(), strict=True)
         self._row_of = {id(state): row_of[count] for state, count in counts}
-        share = None if self.average is None else 1 - self.average.next_decay()
-        rows = [self._numbers_of(group, count + 1, share) for group in self.param_groups for count in by_count]
+        shares = [] if self.average is None else [1 - self.average.next_decay()]
+        rows = []
+        for group in self.param_groups:
+            (beta1, beta2), learning_rate, decay = group["betas"], group["lr"], group["weight_decay"]
+            for step in (count + 1 for count in by_count):
+                corrections = learning_rate / (1 - beta1**step), (1 - beta2**step) ** 0.5
+                rows.append([1 - learning_rate * decay, *corrections, *shares])
         # Beside a batch, what has as many rows as the batch would be split over the chips.
         return torch.tensor([rows], dtype=torch.float32)
-
-    @staticmethod
-    def _numbers_of(group: dict[str, Any], step: float, share: float | None) -> tuple[float, ...]:
-        beta1, beta2 = group["betas"]
-        learning_rate, decay = group["lr"], group["weight_decay"]
-        row = 1 - learning_rate * decay, learning_rate / (1 - beta1**step), (1 - beta2**step) ** 0.5
-        return row if share is None else (*row, share)
 
     @torch.no_grad()
     def update(self, numbers: torch.Tensor) -> None:

@@ -103,7 +103,7 @@ class TPUTrainerMixin(
         self._check_data(arguments.arguments)
         with leaving_no_empty_dir(args.output_dir):
             self._set_up(arguments)
-            for name, dataset in named_datasets(self.train_dataset, self.eval_dataset).items():
+            for name, dataset in named_datasets(vars(self)).items():
                 check_rows_left(dataset, name, self.args)
             self._finish_set_up()
             if self.backend.static_shapes:
@@ -119,7 +119,7 @@ class TPUTrainerMixin(
 
     def _check_data(self, arguments: Mapping[str, Any]) -> None:
         """Refuse datasets that cannot work (`ValueError`), before anything is loaded. `arguments` has all arguments by name."""
-        for name, dataset in named_datasets(arguments.get("train_dataset"), arguments.get("eval_dataset")).items():
+        for name, dataset in named_datasets(arguments).items():
             check_has_rows(dataset, name)
 
     def _finish_set_up(self) -> None:
@@ -201,7 +201,7 @@ class TPUTrainerMixin(
         self.take_up_changes()
         with only_run_in(self.args.output_dir, self.backend.processes):
             checkpoint = self._find_checkpoint(resume_from_checkpoint)
-            self.agreement.check_beginning(named_datasets(self.train_dataset, self.eval_dataset))
+            self.agreement.check_beginning(named_datasets(vars(self)))
             record = next((each for each in self.callback_handler.callbacks if isinstance(each, RunRecord)), None)
             if self._writes_run:
                 took_newest = checkpoint is not None and resume_from_checkpoint is True
@@ -228,7 +228,7 @@ class TPUTrainerMixin(
         self, batch_size=None, args=None, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None
     ):
         try:
-            with naming_broken_images(named_datasets(self.train_dataset, self.eval_dataset)):
+            with naming_broken_images(named_datasets(vars(self))):
                 return super()._inner_training_loop(
                     batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval
                 )

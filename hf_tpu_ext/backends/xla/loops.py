@@ -46,14 +46,10 @@ xla_scan.xb = SimpleNamespace(
 )
 
 
-def _row_indices(first: xb.Op, rank: int) -> list[xb.Op]:
-    return [first, *[first.zeros_like()] * (rank - 1)]
-
-
 @partial(register, "take_rows")
 def _take_rows(tensor: xb.Op, start: xb.Op, size: int) -> xb.Op:
-    sizes = tensor.shape().sizes
-    return tensor.dynamic_slice(_row_indices(start, len(sizes)), [size, *sizes[1:]])
+    _, *others = tensor.shape().sizes
+    return tensor.dynamic_slice([start, *[start.zeros_like()] * len(others)], [size, *others])
 
 
 @partial(register, "put_block")

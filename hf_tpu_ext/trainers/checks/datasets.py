@@ -1,6 +1,7 @@
 """Datasets that cannot work are refused before anything is loaded or compiled."""
 
 import difflib
+from collections.abc import Mapping
 from typing import Any
 
 import datasets
@@ -17,13 +18,15 @@ _NEEDED = "'messages', 'prompt' and 'completion', 'conversations', 'input_ids'"
 _COLUMNS = ("messages", "prompt", "completion", "conversations", "input_ids")
 
 
-def named_datasets(train_dataset, eval_dataset) -> dict[str, Any]:
-    """A trainer's datasets, by what to call them in a message: `"train_dataset"`, `"eval_dataset['short']"`."""
-    if isinstance(eval_dataset, dict):
-        eval_datasets = {f"eval_dataset[{key!r}]": dataset for key, dataset in eval_dataset.items()}
-    else:
-        eval_datasets = {"eval_dataset": eval_dataset}
-    return {"train_dataset": train_dataset, **eval_datasets}
+def named_datasets(owner: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    The datasets among the arguments or attributes of a trainer, by what to call them in a message: `"train_dataset"`,
+    `"eval_dataset['short']"`.
+    """
+    eval_datasets = {"eval_dataset": owner.get("eval_dataset")}
+    if isinstance(eval_datasets["eval_dataset"], dict):
+        eval_datasets = {f"eval_dataset[{key!r}]": dataset for key, dataset in owner["eval_dataset"].items()}
+    return {"train_dataset": owner.get("train_dataset"), **eval_datasets}
 
 
 def has_images(dataset) -> bool:

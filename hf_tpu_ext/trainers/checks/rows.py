@@ -7,6 +7,7 @@ from typing import Any
 import datasets
 
 from ...errors import UserError
+from ...formatting import format_value
 
 
 #: Columns that hold text or messages, in every trainer.
@@ -91,14 +92,14 @@ def _unusual_in(column: str, value: Any) -> Iterator[tuple[tuple, str]]:
     if not isinstance(value, list) or column not in TEXT_OR_MESSAGES:
         # Where rows of a file have both, datasets reads the strings as JSON.
         expectation = f"a string or {_MESSAGES}, one of both in all rows" if column in TEXT_OR_MESSAGES else "a string"
-        yield (column, type(value)), f"{column!r} is {_show(value)}, expected {expectation}"
+        yield (column, type(value)), f"{column!r} is {format_value(value)}, expected {expectation}"
         return
     if not value:
         yield (column, "empty"), f"{column!r} is an empty list, expected {_MESSAGES}"
     for place, message in enumerate(value):
         where = f"message {place} of {column!r}"
         if not isinstance(message, dict):
-            yield (column, "message", type(message)), f"{where} is {_show(message)}, expected {_MESSAGE}"
+            yield (column, "message", type(message)), f"{where} is {format_value(message)}, expected {_MESSAGE}"
             continue
         # `from` and `value` are those of `conversations`, which upstream renames.
         role = _role_of(message)
@@ -108,14 +109,9 @@ def _unusual_in(column: str, value: Any) -> Iterator[tuple[tuple, str]]:
             yield (column, "role", role), f"{where} has {has}, expected one of {', '.join(map(repr, _ROLES))}"
         if not isinstance(content, str):
             kind = (column, "content", type(content), role, bool(message.get("tool_calls")))
-            has = "no content (None)" if content is None else f"the content {_show(content)}"
+            has = "no content (None)" if content is None else f"the content {format_value(content)}"
             yield kind, f"{where} has {has}, expected a string"
 
 
 def _role_of(message: Mapping[str, Any]) -> Any:
     return message.get("role") or message.get("from")
-
-
-def _show(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 80 else f"{text[:76]} ..."

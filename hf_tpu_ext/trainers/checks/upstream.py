@@ -109,9 +109,7 @@ def check_trainer(cls: type[Trainer], trainer_kwargs: Mapping[str, Any]) -> None
             "SFTTrainer, RewardTrainer, DPOTrainer, KTOTrainer."
         )
     if upstream.__module__.startswith("trl."):
-        for name, dataset in named_datasets(
-            trainer_kwargs.get("train_dataset"), trainer_kwargs.get("eval_dataset")
-        ).items():
+        for name, dataset in named_datasets(trainer_kwargs).items():
             if upstream.__name__ not in _TAKE_IMAGES:
                 check_columns_are_text(dataset, name, upstream.__name__)
             if upstream.__name__ in _TAKE_PREFERENCES:
@@ -134,9 +132,7 @@ def check_columns(cls: type[Trainer], trainer_kwargs: Mapping[str, Any]) -> None
     loaded. The arguments are those of [`check_trainer`].
     """
     if (upstream := upstream_of(cls).__name__) in _TAKE_PREFERENCES:
-        for name, dataset in named_datasets(
-            trainer_kwargs.get("train_dataset"), trainer_kwargs.get("eval_dataset")
-        ).items():
+        for name, dataset in named_datasets(trainer_kwargs).items():
             # Of a stream, that would read its first row.
             if isinstance(dataset, Dataset):
                 find_columns(dataset, name, upstream)

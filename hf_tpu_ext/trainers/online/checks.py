@@ -20,18 +20,11 @@ def check_rollouts(trainer_kwargs: Mapping[str, Any], upstream: str) -> None:
             f"processing_class is a {type(trainer_kwargs['processing_class']).__name__}, which prepares images. {upstream} trains on text "
             "on XLA. Pass its tokenizer: processing_class=processor.tokenizer."
         )
-    for name, dataset in named_datasets(
-        trainer_kwargs.get("train_dataset"), trainer_kwargs.get("eval_dataset")
-    ).items():
-        _check_prompts(dataset, name, upstream)
-
-
-def _check_prompts(dataset, name: str, upstream: str) -> None:
-    if not isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)):
-        return
-    columns = dataset.column_names
-    if columns and "prompt" not in columns:
-        raise UserError(
-            f"{name} has the columns {columns}, and {upstream} needs 'prompt': a text, or messages that end with the user's. "
-            f"Rename a column: dataset.rename_column({columns[0]!r}, 'prompt')."
-        )
+    for name, dataset in named_datasets(trainer_kwargs).items():
+        is_known = isinstance(dataset, (datasets.Dataset, datasets.IterableDataset))
+        columns = dataset.column_names if is_known else None
+        if columns and "prompt" not in columns:
+            raise UserError(
+                f"{name} has the columns {columns}, and {upstream} needs 'prompt': a text, or messages that end with the user's. "
+                f"Rename a column: dataset.rename_column({columns[0]!r}, 'prompt')."
+            )

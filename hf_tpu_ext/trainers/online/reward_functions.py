@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import is_async_callable
 
 from ...errors import UserError
+from ...formatting import format_value
 
 
 # Of what one row of a batch has a value of its own.
 _OF_ROWS = ("prompts", "completions", "completion_ids")
-_LONGEST_SHOWN = 80
 
 
 def check_rewards(function: Callable, name: str) -> Callable:
@@ -83,27 +83,22 @@ def _describe_error(name: str, error: Exception, row: int | None, kwargs: dict[s
 
 
 def _describe_row(row: int, kwargs: dict[str, Any]) -> str:
-    prompt, completion = (_shorten(kwargs[key][row]) for key in ("prompts", "completions"))
+    prompt, completion = (format_value(kwargs[key][row]) for key in ("prompts", "completions"))
     return f"It was at row {row} of {len(kwargs['prompts'])}: prompt {prompt}, completion {completion}."
-
-
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def _check(rewards: Any, name: str, kwargs: dict[str, Any]) -> Sequence[Any]:
     rows = len(kwargs["prompts"])
     if not isinstance(rewards, Iterable) or isinstance(rewards, (str, dict)):
         raise UserError(
-            f"The reward function '{name}' returned {_shorten(rewards)}, and not a list. Return one number for each of the "
+            f"The reward function '{name}' returned {format_value(rewards)}, and not a list. Return one number for each of the "
             f"{rows} completions, or None where a completion has no reward."
         )
     rewards = list(rewards)
     for row, reward in enumerate(rewards[:rows]):
         if reward is not None and not _is_finite(reward):
             raise UserError(
-                f"The reward function '{name}' returned {_shorten(reward)}, which is no finite number. "
+                f"The reward function '{name}' returned {format_value(reward)}, which is no finite number. "
                 f"{_describe_row(row, kwargs)} Return a number, or None where a completion has no reward."
             )
     return rewards

@@ -55,7 +55,7 @@ class RolloutMixin(RolloutCheckpoints):
 
     def _declare_lengths(self) -> list[int]:
         most = vars(self.args).get("max_prompt_length")
-        sets = named_datasets(self.train_dataset, self.eval_dataset)
+        sets = named_datasets(vars(self))
         lengths = {
             name: list(self._prompt_lengths(dataset))
             for name, dataset in sets.items()
@@ -106,7 +106,7 @@ class RolloutMixin(RolloutCheckpoints):
     def _tokenize_prompts(self, prompts: list):
         tokenize = super()._tokenize_prompts
         with naming_rows(
-            named_datasets(self.train_dataset, self.eval_dataset),
+            named_datasets(vars(self)),
             ("prompt",),
             lambda dataset: tokenize(list(dataset["prompt"])),
         ):

@@ -132,7 +132,7 @@ class BatchesMixin(ImagesMixin):
 
     def note_data(self) -> None:
         """Note the datasets and the collator that batches are made static for."""
-        self._noted_data = named_datasets(self.train_dataset, self.eval_dataset)
+        self._noted_data = named_datasets(vars(self))
         self._noted_collator = self.data_collator
 
     def take_up_data(self) -> None:
@@ -141,7 +141,7 @@ class BatchesMixin(ImagesMixin):
             return
         if self.data_collator is not self._noted_collator:
             self._make_batches_static()
-        for name, dataset in named_datasets(self.train_dataset, self.eval_dataset).items():
+        for name, dataset in named_datasets(vars(self)).items():
             if dataset is not self._noted_data.get(name):
                 self.declare_length_of(dataset)
         self.note_data()

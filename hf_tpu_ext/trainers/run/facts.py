@@ -85,7 +85,7 @@ class RunFactsMixin:
     def describe_run(self, args: TrainingArguments, facts: RunFacts | None) -> dict[str, Any]:
         """What the record of a run says of it, as JSON: the arguments as they were given, the facts as it began."""
         model, backend, config = unwrap_peft_model(self.model), self.backend, args.to_dict()
-        adapter = _settings_of_adapter(self.model)
+        adapter, datasets = _settings_of_adapter(self.model), named_datasets(vars(self))
         parameters, num_trained = count_parameters(self.model)
         return {
             "versions": find_versions(),
@@ -97,15 +97,9 @@ class RunFactsMixin:
                 "trained": num_trained,
             },
             "datasets": {
-                name: dataset.info.dataset_name
-                for name, dataset in named_datasets(self.train_dataset, self.eval_dataset).items()
-                if isinstance(dataset, Dataset)
+                name: dataset.info.dataset_name for name, dataset in datasets.items() if isinstance(dataset, Dataset)
             },
-            "rows": {
-                name: len(dataset)
-                for name, dataset in named_datasets(self.train_dataset, self.eval_dataset).items()
-                if isinstance(dataset, Sized)
-            },
+            "rows": {name: len(dataset) for name, dataset in datasets.items() if isinstance(dataset, Sized)},
             "backend": {
                 "name": backend.name,
                 "device": backend.device_name,

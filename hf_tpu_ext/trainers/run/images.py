@@ -89,7 +89,7 @@ class ImagesMixin:
         rows once. Rows of a stream are a `ValueError`.
         """
         args, base = self.args, find_base(self.model)
-        datasets_by_name = named_datasets(self.train_dataset, self.eval_dataset)
+        datasets_by_name = named_datasets(vars(self))
         all_datasets = [dataset for dataset in datasets_by_name.values() if dataset is not None]
         if not all(isinstance(dataset, datasets.Dataset) for dataset in all_datasets):
             raise UserError(
@@ -132,7 +132,7 @@ class ImagesMixin:
             )
         assert isinstance(collator, StaticShapeCollator)
         family = FAMILIES[base.config.model_type](base)
-        datasets_by_name = named_datasets(self.train_dataset, self.eval_dataset)
+        datasets_by_name = named_datasets(vars(self))
         counts_of_datasets = [images_of_rows(dataset) for dataset in datasets_by_name.values() if dataset is not None]
         most = None if None in counts_of_datasets else max(most for _, most in counts_of_datasets)
         room, why = _find_room(family, processor, args, most, self.most_image_tokens)

@@ -128,7 +128,9 @@ class IndexRanges:
         """Note what is added to the embedding of a token."""
         for name in _POSITIONS:
             table = children.get(name)
-            if isinstance(table, nn.Embedding) and not _grows(table):
+            # One with this method is made anew for longer rows.
+            grows = any("make_weight" in vars(cls) for cls in type(table).__mro__)
+            if isinstance(table, nn.Embedding) and not grows:
                 # RoBERTa's positions come behind that of its padding, those of BART and OPT behind two that are unused.
                 padding = table.padding_idx
                 first = vars(table).get("offset", 0) if padding is None else padding + 1
@@ -238,11 +240,6 @@ def _check_values(key: str, values: Tensor, table: Table) -> None:
             f"Row {place[0]} of the batch holds {table.place} {values[tuple(place)]} in `{key}`, but {table.limit}: 0 to "
             f"{table.size - 1}. {table.fix}."
         )
-
-
-def _grows(table: nn.Embedding) -> bool:
-    """Whether a table is made anew for longer rows."""
-    return any("make_weight" in vars(cls) for cls in type(table).__mro__)
 
 
 def _token_embedding(model: nn.Module) -> nn.Embedding | None:

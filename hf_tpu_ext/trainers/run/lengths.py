@@ -88,7 +88,7 @@ def lengths_for(
     longest_row = longest_kept(args)
     eval_lengths = [
         length
-        for rows in named_datasets(None, eval_dataset).values()
+        for rows in named_datasets({"eval_dataset": eval_dataset}).values()
         for length in row_lengths(rows, longest_row) or ()
     ]
     lengths = eval_lengths or None if train is None else train_lengths

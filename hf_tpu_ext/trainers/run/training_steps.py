@@ -181,16 +181,14 @@ class TrainingSteps(TrainerCallback):
         if sync_gradients:
             self.grad_norm = results["grad_norm"]
             optimizer.is_done = True
-            self._check_updates(optimizer.updated_states)
+            before, states = self._updated_states, optimizer.updated_states
+            self._updated_states = states
+            if before is not None and before is not states and not are_same(before, states):
+                # What the host counts as updated holds for all steps.
+                self.compiled.refuse("the step updates other parameters than before")
         elif self._shows_gradients:
             self.gradients.show()
         return torch.zeros(())
-
-    def _check_updates(self, states: Sequence[Any]) -> None:
-        """Refuse replay if a program updates other parameters than earlier ones: what the host counts as updated holds for all."""
-        before, self._updated_states = self._updated_states, states
-        if before is not None and before is not states and not are_same(before, states):
-            self.compiled.refuse("the step updates other parameters than before")
 
     def _end_program(self, sync_gradients: bool, run: Callable[[], Any] | None = None) -> Any:
         kind = OPTIMIZER_STEP if sync_gradients else MICRO_STEP
@@ -208,7 +206,7 @@ class TrainingSteps(TrainerCallback):
             self._prepare_model()
         with self._random_numbers(numbers["seed"]):
             return train_step(
-                self._compute_gradients,
+                lambda model, batch, numbers: self._forward_backward(model, batch, numbers["num_items_in_batch"]),
                 self.gradients,
                 self._trainer.log_step_loss,
                 self._trainer.clip_gradients,
@@ -218,9 +216,6 @@ class TrainingSteps(TrainerCallback):
                 numbers,
                 sync_gradients,
             )
-
-    def _compute_gradients(self, model: nn.Module, batch: dict[str, Any], numbers: dict[str, Any]) -> torch.Tensor:
-        return self._forward_backward(model, batch, numbers["num_items_in_batch"])
 
     # ---- A step whose stages run one by one ----
 

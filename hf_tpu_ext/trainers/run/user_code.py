@@ -189,16 +189,12 @@ def attributes_of_a_step(trainer: Trainer, methods: tuple[str, ...] = METHODS_OF
 def namespaces_of_a_step(trainer: Trainer, models: Sequence[nn.Module]) -> dict[str, Any]:
     """The names that the code of a step looks up in classes and in their files, and what they stand for."""
     namespaces = {"torch.nn.functional": vars(nn.functional)}
-    for cls in _classes_of(trainer, models):
-        if is_known(cls.__module__):
+    types = {type(trainer), *(type(module) for model in models for module in model.modules())}
+    for cls in {cls for owner in types for cls in owner.__mro__}:
+        if cls is not object and is_known(cls.__module__):
             namespaces[f"{cls.__module__}.{cls.__qualname__}"] = vars(cls)
             namespaces[cls.__module__] = vars(sys.modules[cls.__module__])
     return namespaces
-
-
-def _classes_of(trainer: Trainer, models: Sequence[nn.Module]) -> set[type]:
-    types = {type(trainer), *(type(module) for model in models for module in model.modules())}
-    return {cls for owner in types for cls in owner.__mro__ if cls is not object}
 
 
 # ---- Code of the user's ----

@@ -111,7 +111,7 @@ class DistillationMixin:
         self._check_teacher_of(cache)
         vocab_size = unwrap_peft_model(self.model).get_output_embeddings().weight.shape[0]
         warnings = cache.check(args.kd_temperature, args.kd_top_k, self._tokenizer, args.max_length, vocab_size)
-        for name, dataset in named_datasets(self.train_dataset, self.eval_dataset).items():
+        for name, dataset in named_datasets(vars(self)).items():
             if isinstance(dataset, Dataset):
                 cache.check_dataset(dataset, name)
         manifest = cache.manifest

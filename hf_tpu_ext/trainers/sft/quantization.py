@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
+from peft import PeftModel
 from transformers import TrainerCallback
 from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
@@ -78,9 +79,10 @@ class QuantizationMixin:
             lines[0] += f", after step {args.qat_fake_quant_after_n_steps}"
         if fake.experts:
             lines.append(f"not rounded, since they are no linear layers: {', '.join(fake.experts)}")
-        if not self._has_adapters and args.qat_adapters != "inside":
+        if not isinstance(self.model, PeftModel) and args.qat_adapters != "inside":
             lines.append(f"qat_adapters={args.qat_adapters!r} has no effect: there are no adapters (use_peft: true)")
-        if any(dropout.p for module in fake.inside.values() for dropout in _dropouts_of(module)):
+        dropouts = [inner for module in fake.inside.values() for inner in module.lora_dropout.values()]
+        if any(isinstance(dropout, torch.nn.Dropout) and dropout.p for dropout in dropouts):
             lines.append(
                 "lora_dropout has no effect with qat_adapters='inside': adapters are part of the rounded weight"
             )
@@ -89,10 +91,6 @@ class QuantizationMixin:
     def _expect_other_programs(self) -> None:
         if self.backend.static_shapes:
             self.watch.expect_others()
-
-    @property
-    def _has_adapters(self) -> bool:
-        return unwrap_peft_model(self.model) is not self.model
 
     def settings_of_programs(self) -> Hashable:
         return self.rounding is not None and self.rounding.on
@@ -125,10 +123,6 @@ class QuantizationMixin:
             return
         with head_wrapped_by(self._fake_quantization.rounding_head):
             yield
-
-
-def _dropouts_of(module: torch.nn.Module) -> list[torch.nn.Dropout]:
-    return [inner for inner in module.lora_dropout.values() if isinstance(inner, torch.nn.Dropout)]
 
 
 class _RoundLater(TrainerCallback):

@@ -69,9 +69,7 @@ class TPUSFTTrainer(DistillationMixin, QuantizationMixin, TPUTrainerMixin, SFTTr
         return super()._complete_arguments(args, model)
 
     def _check_data(self, trainer_kwargs) -> None:
-        for name, dataset in named_datasets(
-            trainer_kwargs.get("train_dataset"), trainer_kwargs.get("eval_dataset")
-        ).items():
+        for name, dataset in named_datasets(trainer_kwargs).items():
             check_dataset(
                 dataset,
                 name,
