@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import partial
+from itertools import chain, count
 from operator import is_, itemgetter
 from typing import Any
 
@@ -49,6 +50,10 @@ class LazyAdamW(torch.optim.AdamW):
         self._counts = torch.zeros(0)
         # Updates, where these are no part of a larger program.
         self._program: CompiledFunction | None = None
+        # While stacked parameters are trained: the single ones of each group, and for each of all in their order which one trains it,
+        # by its number, and which part of that.
+        self._singles: list[list[torch.nn.Parameter]] | None = None
+        self._places: list[tuple[int, int | None]] = []
         self.register_load_state_dict_pre_hook(partial(place_loaded, backend))
 
     @classmethod
@@ -73,30 +78,27 @@ class LazyAdamW(torch.optim.AdamW):
 
     def create_state(self) -> None:
         """Create the moments and step counters that are missing, so that the first step is like every other."""
-        parameters = [id(parameter) for group in self.param_groups for parameter in group["params"]]
-        if (parameters, len(self.state)) == self._complete and all(self.state.values()):
+        parameters = self._parameters()
+        ids = list(map(id, parameters))
+        if (ids, len(self.state)) == self._complete and all(self.state.values()):
             return
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if not self.state[parameter]:
-                    self.state[parameter] = {
-                        # On the CPU, as `torch.optim.AdamW` keeps it: counting there costs no device work.
-                        "step": torch.zeros((), dtype=torch.float32),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }
-        self._complete = parameters, len(self.state)
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter] = {
+                    # On the CPU, as `torch.optim.AdamW` keeps it: counting there costs no device work.
+                    "step": torch.zeros((), dtype=torch.float32),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+        self._complete = ids, len(self.state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of [`torch.optim.AdamW`]."""
         # A checkpoint of the fused AdamW says so in its groups, and PyTorch then puts every step counter on the device,
         # where counting would be one read per parameter and step.
         groups = [{**group, "fused": None, "capturable": False} for group in state_dict["param_groups"]]
-        super().load_state_dict({**state_dict, "param_groups": groups})
-
-    def place(self, value: Any, parameter: torch.nn.Parameter) -> Any:
-        """As [`place_moment`]."""
-        return place_moment(self._backend, value, parameter)
+        state_dict = {**state_dict, "param_groups": groups}
+        super().load_state_dict(state_dict if self._singles is None else self._stack(state_dict))
 
     def step(self, closure: Callable | None = None) -> torch.Tensor | None:
         """Update every parameter that has a gradient."""
@@ -109,6 +111,65 @@ class LazyAdamW(torch.optim.AdamW):
         self.is_done = False
         self._count()
         return loss
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    # ---- Parameters that are stacked, of layers that run as a loop ----
+
+    def train_stacked(self, parts_of: Mapping[torch.Tensor, Sequence[torch.nn.Parameter]]) -> None:
+        """
+        Train stacked parameters in the place of their parts, while there is no state. State dicts stay those of the parts: a
+        checkpoint is read by upstream, and by a run whose layers are no loop.
+        """
+        place_of = {part: (whole, index) for whole, parts in parts_of.items() for index, part in enumerate(parts)}
+        self._singles = [group["params"] for group in self.param_groups]
+        places = [[place_of.get(single, (single, None)) for single in singles] for singles in self._singles]
+        for group, of_group in zip(self.param_groups, places, strict=True):
+            group["params"] = list(dict.fromkeys(whole for whole, _ in of_group))
+        number_of = {parameter: number for number, parameter in enumerate(self._parameters())}
+        self._places = [(number_of[whole], index) for whole, index in chain.from_iterable(places)]
+
+    def train_parts(self) -> None:
+        """Train the parts of stacked parameters again, each with its part of the state."""
+        states = [self.state.pop(parameter, {}) for parameter in self._parameters()]
+        for group, singles in zip(self.param_groups, self._singles, strict=True):
+            group["params"] = singles
+        for parameter, (number, index) in zip(self._parameters(), self._places, strict=True):
+            self.state[parameter] = _part_of(states[number], index)
+        self._singles = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state dict, as that of [`torch.optim.AdamW`]."""
+        state_dict = super().state_dict()
+        if self._singles is None:
+            return state_dict
+        states = state_dict["state"]
+        parts = {
+            single: _part_of(states[number], index)
+            for single, (number, index) in enumerate(self._places)
+            if number in states
+        }
+        return {"state": parts, "param_groups": _number_groups(state_dict["param_groups"], self._singles)}
+
+    def _stack(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        parameters, parts = self._parameters(), {}
+        for single, (number, index) in enumerate(self._places):
+            if single in state_dict["state"]:
+                parts.setdefault((number, index is None), []).append(state_dict["state"][single])
+
+        def stack(tensors: list[torch.Tensor], parameter: torch.nn.Parameter, is_whole: bool) -> torch.Tensor:
+            if is_whole or not tensors[0].ndim:
+                return tensors[0]
+            # The host holds one at a time.
+            return place_moment(self._backend, torch.stack(tensors), parameter)
+
+        states = {
+            number: {name: stack([part[name] for part in of_one], parameters[number], is_whole) for name in of_one[0]}
+            for (number, is_whole), of_one in parts.items()
+        }
+        stacked = [group["params"] for group in self.param_groups]
+        return {"state": states, "param_groups": _number_groups(state_dict["param_groups"], stacked)}
 
     # ---- An update: its numbers on the host, its operators, its counters ----
 
@@ -129,7 +190,7 @@ class LazyAdamW(torch.optim.AdamW):
         rows = []
         for group in self.param_groups:
             (beta1, beta2), learning_rate, decay = group["betas"], group["lr"], group["weight_decay"]
-            for step in (count + 1 for count in by_count):
+            for step in (number + 1 for number in by_count):
                 corrections = learning_rate / (1 - beta1**step), (1 - beta2**step) ** 0.5
                 rows.append([1 - learning_rate * decay, *corrections, *shares])
         # Beside a batch, what has as many rows as the batch would be split over the chips.
@@ -161,12 +222,12 @@ class LazyAdamW(torch.optim.AdamW):
             self._program = self._backend.programs.compile(
                 lambda data, **_: self.update(data["numbers"]), self._tensors, NothingElse(), None
             )
-        used = tuple(parameter.grad is not None for group in self.param_groups for parameter in group["params"])
+        used = tuple(parameter.grad is not None for parameter in self._parameters())
         self._program({"numbers": numbers}, run_alone, used=used, settings=self.settings())
 
     def _tensors(self) -> list[torch.Tensor]:
         """What an update reads and writes."""
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        parameters = self._parameters()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return [*parameters, *gradients, *self.state_tensors]
 
@@ -216,6 +277,23 @@ class LazyAdamW(torch.optim.AdamW):
         self._counters = list(self._counts.unbind())
         for state, counter in zip(self._states, self._counters, strict=True):
             state["step"] = counter
+
+
+def _part_of(state: dict[str, torch.Tensor], index: int | None) -> dict[str, torch.Tensor]:
+    """The state of a single parameter, a copy of its part of a stacked one's."""
+    return {
+        name: value.clone() if index is None or not value.ndim else value[index].clone()
+        for name, value in state.items()
+    }
+
+
+def _number_groups(groups: list[dict[str, Any]], parameters: list[list[Any]]) -> list[dict[str, Any]]:
+    """Groups of a state dict, which has numbers for parameters: those of an optimizer that trains others."""
+    numbers = count()
+    return [
+        {**group, "params": [next(numbers) for _ in of_group]}
+        for group, of_group in zip(groups, parameters, strict=True)
+    ]
 
 
 def are_same(states: Collection[Any], others: Collection[Any]) -> bool:

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, count
-from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -75,7 +73,7 @@ class LayerScan:
         if mode == "off":
             return
         plain = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-        if self.stack is not None and plain is not self._stacked_groups.optimizer:
+        if self.stack is not None and plain is not self._optimizer:
             # Another one was made since the last run.
             self.stack = None
         if self.stack is None:
@@ -102,7 +100,8 @@ class LayerScan:
             if "call_event" not in vars(handler):
                 handler.call_event = partial(self._call_event, handler, handler.call_event)
             self.stack.stack()
-            self._stacked_groups = _StackedGroups(optimizer, self.stack)
+            self._optimizer = optimizer
+            optimizer.train_stacked({whole: self.stack.parts_of(whole) for whole in self.stack.tensors.values()})
             self._put_stack()
         elif not self.is_stacked:
             self._take_up_loop()
@@ -219,7 +218,7 @@ class LayerScan:
             self._put_stack()
             return
         logger.warning(f"scan_layers is off from here on, layers are unrolled: {reason}.")
-        self._stacked_groups.split()
+        self._optimizer.train_parts()
         self._trainer.averaging.split(self.stack)
         self.stack, self._compiled.scan_layers = None, "off"
         self._trainer.steps.make_gradients()
@@ -288,96 +287,9 @@ class LayerScan:
         return differ(0, 1) if len(layers) > 1 else "there is one layer"
 
 
-class _StackedGroups:
-    """
-    Makes an optimizer without state train the parameters of a stack, and keeps its state dict that of the layers' own: a checkpoint
-    is read by upstream, and by a run whose layers are no loop.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, stack: LayerStack):
-        self.optimizer = optimizer
-        self._singles = [group["params"] for group in optimizer.param_groups]
-        place_of = {
-            part: (whole, index)
-            for whole in stack.tensors.values()
-            for index, part in enumerate(stack.parts_of(whole))
-        }
-        places = [[place_of.get(parameter, (parameter, None)) for parameter in group] for group in self._singles]
-        for group, of_group in zip(optimizer.param_groups, places, strict=True):
-            group["params"] = list(dict.fromkeys(whole for whole, _ in of_group))
-        trained_parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-        number_of = {parameter: number for number, parameter in enumerate(trained_parameters)}
-        #: For each single parameter, in the order of the optimizer: which one trains it, and which part of that.
-        self._parts = [(number_of[whole], index) for whole, index in chain.from_iterable(places)]
-        self._hooks = [
-            optimizer.register_state_dict_post_hook(self._split),
-            optimizer.register_load_state_dict_pre_hook(self._stack, prepend=True),
-        ]
-
-    def split(self) -> None:
-        """Make the optimizer train the single parameters, with their parts of its state."""
-        for hook in self._hooks:
-            hook.remove()
-        state = self.optimizer.state
-        of_stacked = [
-            state.pop(parameter, {}) for group in self.optimizer.param_groups for parameter in group["params"]
-        ]
-        for parameter, (position, index) in zip(chain.from_iterable(self._singles), self._parts, strict=True):
-            state[parameter] = _part(of_stacked[position], index)
-        for group, singles in zip(self.optimizer.param_groups, self._singles, strict=True):
-            group["params"] = singles
-
-    def _split(self, _, state_dict: dict[str, Any]) -> dict[str, Any]:
-        state = state_dict["state"]
-        split = {
-            number: _part(state[position], index)
-            for number, (position, index) in enumerate(self._parts)
-            if position in state
-        }
-        return {"state": split, "param_groups": _number_groups(state_dict["param_groups"], self._singles)}
-
-    def _stack(self, _, state_dict: dict[str, Any]) -> dict[str, Any]:
-        parts: dict[int, list[dict[str, Any]]] = {}
-        for number, (position, _) in enumerate(self._parts):
-            if number in state_dict["state"]:
-                parts.setdefault(position, []).append(state_dict["state"][number])
-        single = {position for position, index in self._parts if index is None}
-        stacked_groups = [group["params"] for group in self.optimizer.param_groups]
-        trained_parameters = list(chain.from_iterable(stacked_groups))
-
-        def stack(position: int, name: str) -> torch.Tensor:
-            tensors = [part[name] for part in parts[position]]
-            if position in single or not tensors[0].ndim:
-                return tensors[0]
-            # The host holds one at a time.
-            return self.optimizer.place(torch.stack(tensors), trained_parameters[position])
-
-        state = {
-            position: {name: stack(position, name) for name in of_parts[0]} for position, of_parts in parts.items()
-        }
-        return {"state": state, "param_groups": _number_groups(state_dict["param_groups"], stacked_groups)}
-
-
-def _part(state: dict[str, torch.Tensor], index: int | None) -> dict[str, torch.Tensor]:
-    """The state of a single parameter, a copy of its part of a stacked one's."""
-    return {
-        name: value.clone() if index is None or not value.ndim else value[index].clone()
-        for name, value in state.items()
-    }
-
-
 def _groups_of_layers(layers: nn.ModuleList, optimizer: torch.optim.Optimizer) -> list[list[int | None]]:
     """For each layer the parameter groups of its parameters."""
     group_of = {
         id(parameter): number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]
     }
     return [[group_of.get(id(parameter)) for parameter in layer.parameters()] for layer in layers]
-
-
-def _number_groups(groups: list[dict[str, Any]], parameters: list[list[nn.Parameter]]) -> list[dict[str, Any]]:
-    """Groups of a state dict, which has numbers for parameters: those of an optimizer that trains others."""
-    numbers = count()
-    return [
-        {**group, "params": [next(numbers) for _ in of_group]}
-        for group, of_group in zip(groups, parameters, strict=True)
-    ]
