@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -82,26 +82,6 @@ class Fingerprint(Protocol):
 
     def why_not(self) -> str | None:
         """Why calls cannot run by their program, as a clause: code of the user's runs in them."""
-
-
-class NothingElse:
-    """The fingerprint of a function that depends on its arguments alone."""
-
-    code = None
-    tensors: list[torch.Tensor] = []
-
-    def note(self) -> None:
-        """There is nothing to note."""
-
-    def trace(self) -> AbstractContextManager[None]:
-        """Context of a trace."""
-        return nullcontext()
-
-    def change(self) -> None:
-        """Nothing changes."""
-
-    def why_not(self) -> None:
-        """Nothing stands in its way."""
 
 
 class CompiledFunction(ABC):

@@ -28,7 +28,8 @@ _CODE = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
 _OF_MODULES = ("_modules", "_parameters", "_buffers")
 # PyTorch's own attributes of every module, which stay the same dicts. Most modules have little else.
 _FIXED = set(vars(nn.Module())) - {"training", *_OF_MODULES}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: Where a module keeps its hooks.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_PARAMETERS = attrgetter("requires_grad", "dtype", "_backward_hooks", "_post_accumulate_grad_hooks")
 # Objects of this package know by themselves what a step depends on, except settings.
 _OURS = "hf_tpu_ext."
@@ -63,7 +64,7 @@ class Reach(NamedTuple):
     What Python may read in a program.
 
     Args:
-        roots (`Mapping[str, Any]`):
+        roots (`Mapping[str, Any]`, *optional*):
             Objects to begin at, by the names that people are shown. All that can be reached from them through attributes and
             containers is compared.
         attributes (`Mapping[str, tuple[Any, Iterable[str]]]`, *optional*):
@@ -72,7 +73,7 @@ class Reach(NamedTuple):
             Names of classes and modules. What they stand for is compared, and not looked into.
     """
 
-    roots: Mapping[str, Any]
+    roots: Mapping[str, Any] = {}
     attributes: Mapping[str, tuple[Any, Iterable[str]]] = {}
     namespaces: Mapping[str, Mapping[str, Any]] = {}
 
@@ -86,8 +87,8 @@ class Fingerprint:
     A Python that does not count attributes has all of them compared.
 
     Args:
-        find_reach (`Callable[[], Reach]`):
-            Finds what Python may read, whenever it is noted.
+        find_reach (`Callable[[], Reach]`, *optional*):
+            Finds what Python may read, whenever it is noted. By default nothing.
         models (`Sequence[torch.nn.Module]`, *optional*):
             The model that a program trains or evaluates, then those that it runs beside it. It is given their tensors.
         memory_of (`Callable[[list[torch.Tensor]], Any]`, *optional*):
@@ -104,7 +105,7 @@ class Fingerprint:
 
     def __init__(
         self,
-        find_reach: Callable[[], Reach],
+        find_reach: Callable[[], Reach] = Reach,
         models: Sequence[nn.Module] = (),
         memory_of: Callable[[list[Tensor]], Any] | None = None,
         settings: Callable[[], dict[str, Any]] = dict,
@@ -231,7 +232,7 @@ class Fingerprint:
         self._modules.append(module)
         self._of_modules[id(attributes)] = type(module).__module__.startswith(_OURS)
         self._dicts.append(attributes)
-        self._visit_items(attributes, name, _ATTRIBUTE, [*self._select_entries(attributes), *_HOOKS])
+        self._visit_items(attributes, name, _ATTRIBUTE, [*self._select_entries(attributes), *HOOKS])
 
     def _select_entries(self, entries: dict[Any, Any]) -> dict[Any, Any]:
         """The entries of a dict that matter. Of the modules of this package, attributes that are their own do not."""

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from ..backends.base import Backend
-from ..backends.compiled_function import CompiledFunction, NothingElse, run_alone
+from ..backends.compiled_function import CompiledFunction, run_alone
 from ..errors import UserError
 from .ema import WeightAverage
+from .fingerprint import Fingerprint
 
 
 # Of PyTorch's AdamW. The first two are other updates, and with the others state is on the device.
@@ -154,19 +155,18 @@ class LazyAdamW(torch.optim.AdamW):
 
     def _stack(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         parameters, parts = self._parameters(), {}
-        for single, (number, index) in enumerate(self._places):
+        for single, (number, _) in enumerate(self._places):
             if single in state_dict["state"]:
-                parts.setdefault((number, index is None), []).append(state_dict["state"][single])
+                parts.setdefault(number, []).append(state_dict["state"][single])
 
-        def stack(tensors: list[torch.Tensor], parameter: torch.nn.Parameter, is_whole: bool) -> torch.Tensor:
-            if is_whole or not tensors[0].ndim:
-                return tensors[0]
+        def stack(tensors: list[torch.Tensor], parameter: torch.nn.Parameter) -> torch.Tensor:
+            is_part = tensors[0].ndim and tensors[0].shape == parameter.shape[1:]
             # The host holds one at a time.
-            return place_moment(self._backend, torch.stack(tensors), parameter)
+            return place_moment(self._backend, torch.stack(tensors), parameter) if is_part else tensors[0]
 
         states = {
-            number: {name: stack([part[name] for part in of_one], parameters[number], is_whole) for name in of_one[0]}
-            for (number, is_whole), of_one in parts.items()
+            number: {name: stack([part[name] for part in of_one], parameters[number]) for name in of_one[0]}
+            for number, of_one in parts.items()
         }
         stacked = [group["params"] for group in self.param_groups]
         return {"state": states, "param_groups": _number_groups(state_dict["param_groups"], stacked)}
@@ -219,8 +219,9 @@ class LazyAdamW(torch.optim.AdamW):
             self.update(numbers)
             return
         if self._program is None:
+            # It depends on its arguments alone.
             self._program = self._backend.programs.compile(
-                lambda data, **_: self.update(data["numbers"]), self._tensors, NothingElse(), None
+                lambda data, **_: self.update(data["numbers"]), self._tensors, Fingerprint(trusts_code=True), None
             )
         used = tuple(parameter.grad is not None for parameter in self._parameters())
         self._program({"numbers": numbers}, run_alone, used=used, settings=self.settings())

@@ -34,7 +34,7 @@ from .index_ranges import IndexRanges
 from .lengths import length_for, row_lengths
 from .masked_rows import why_model_counts_tokens, why_targets_count
 from .programs import SentBatch
-from .user_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, find_own_code, keys_of_a_step
+from .user_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, find_own_code, keys_of_a_step, owner_of
 
 
 logger = logging.get_logger(__name__)
@@ -159,11 +159,7 @@ class BatchesMixin(ImagesMixin):
     @property
     def _owner_of_loss(self) -> type:
         """The class that computes the loss: upstream's, or one of the user's."""
-        return next(
-            cls
-            for cls in type(self).__mro__
-            if "compute_loss" in vars(cls) and not cls.__module__.startswith("hf_tpu_ext.")
-        )
+        return owner_of(type(self), "compute_loss", ours=False)
 
     def find_lengths_asked_for(self) -> None:
         """Find what models derive from the length of a batch, and refuse (`ValueError`) where that is not known."""

@@ -29,12 +29,6 @@ class SentBatch(dict):
     """A batch that is on the device."""
 
 
-def warn_traced(reason: str, training: bool = True) -> None:
-    """Say that steps are traced each time, or batches of an evaluation, and why, as a clause."""
-    what = "Step replay is off, every step" if training else "Replay of evaluation is off, every batch"
-    logger.warning(f"{what} is traced: {reason}. step_replay=False silences this line.")
-
-
 class TrainerPrograms:
     """
     Compiles functions of a trainer, and finds what guards them. What computes beside or within steps has this in place of the
@@ -61,9 +55,10 @@ class TrainerPrograms:
         return self._trainer.end_program(kind, where, **options)
 
     def warn_traced(self, reason: str, training: bool = True) -> None:
-        """As the function of this name, but of an evaluation only where no line has said so yet."""
+        """Say that steps are traced each time, or batches of an evaluation where no line has said so yet, and why, as a clause."""
         if training or reason not in self._said:
-            warn_traced(reason, training)
+            what = "Step replay is off, every step" if training else "Replay of evaluation is off, every batch"
+            logger.warning(f"{what} is traced: {reason}. step_replay=False silences this line.")
         self._said.add(reason)
 
     def why_traced(self, models: Sequence[nn.Module], *methods: tuple[str, ...]) -> str | None:
@@ -115,7 +110,8 @@ class TrainerPrograms:
             on_change (`Callable[[], None]`, *optional*):
                 Called when something has changed that it depends on, before that is noted.
             warn (`Callable[[str], None]`, *optional*):
-                Says why each call is traced, as a clause; by default [`warn_traced`].
+                Says why each call is traced, as a clause; by default
+                [`~TrainerPrograms.warn_traced`].
         """
         trainer, programs = self._trainer, self._trainer.backend.programs
         if why_not is None:
@@ -142,7 +138,7 @@ class TrainerPrograms:
             fingerprint,
             trainer.copies.context,
             draws_on_host=trusts_code,
-            warn=partial(warn_traced, training=training) if warn is None else warn,
+            warn=partial(self.warn_traced, training=training) if warn is None else warn,
         )
         compiled.why_traced = "step_replay=False" if self.step_replay is False else why_not()
         return compiled

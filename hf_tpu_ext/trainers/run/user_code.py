@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer_utils import unwrap_peft_model
 from trl import RichProgressCallback
 
+from ...step.fingerprint import HOOKS
 from ...step.running_code import KNOWN_PACKAGES, is_known
 
 
@@ -50,7 +51,6 @@ _BOOKKEEPING = {
     "processing_class",
     "state",
 }
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 #: Hooks that PyTorch calls for every module and every optimizer, by where it keeps them.
 HOOKS_OF_ALL_MODULES = {
     f"{module}.{name}": value
@@ -60,9 +60,10 @@ HOOKS_OF_ALL_MODULES = {
 }
 
 
-def owner_of(cls: type, method: str) -> type:
-    """The class that a method of `cls` comes from."""
-    return next(owner for owner in cls.__mro__ if method in vars(owner))
+def owner_of(cls: type, method: str, ours: bool = True) -> type:
+    """The class that a method of `cls` comes from, or would come from without those that are `ours`."""
+    owners = (owner for owner in cls.__mro__ if method in vars(owner))
+    return next(owner for owner in owners if ours or not owner.__module__.startswith(f"{_OURS}."))
 
 
 # ---- Functions ----
@@ -152,11 +153,7 @@ def names_of_a_step(
 @cache
 def computes_loss_by_itself(cls: type) -> bool:
     """Whether upstream's `prediction_step` of a trainer computes its loss without `compute_loss`, as CPO's and ORPO's do."""
-    method = next(
-        vars(owner)["prediction_step"]
-        for owner in cls.__mro__
-        if "prediction_step" in vars(owner) and not owner.__module__.startswith(f"{_OURS}.")
-    )
+    method = vars(owner_of(cls, "prediction_step", ours=False))["prediction_step"]
     names = {name for function in _functions_in(method) for name in _names_of_self(function)}
     return names.isdisjoint({"compute_loss", "prediction_step"})
 
@@ -290,7 +287,7 @@ def _in_models(models: Sequence[nn.Module]) -> str | None:
             if not is_known(type(module).__module__):
                 return f"{place} is a {type(module).__name__}, a custom module"
             for attribute, value in vars(module).items():
-                if attribute in _HOOKS:
+                if attribute in HOOKS:
                     if not all(map(_is_known_code, value.values())):
                         return f"a user hook on {place}"
                 elif callable(value) and not isinstance(value, nn.Module) and not _is_known_code(value):
