@@ -16,13 +16,9 @@ from .processes import ALONE, Processes
 
 class DeviceProcesses(Processes):
     """
-    The processes of the default group of `torch.distributed`.
-
-    Args:
-        by_host (`bool`):
-            Whether that group has no collectives for the device, so that tensors on the device go by the host.
-        host_group (`torch.distributed.ProcessGroup`, *optional*):
-            The same processes with collectives for the host. By default the group itself, whose backend for the CPU is gloo.
+    The processes of the default group of `torch.distributed`. Where that has no collectives for the device, tensors on the device go
+    `by_host`. `host_group` are the same processes with collectives for the host; by default the group itself, whose backend for the
+    CPU is gloo.
     """
 
     own_rows = True

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import re
+import resource
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,11 +95,7 @@ def let_forks_tokenize(num_workers: int, start_method: str | None) -> list[str]:
     ]
 
 
-def peak_of_process() -> int | None:
-    """The most bytes that this process had in memory at once, where the system says."""
-    if sys.platform == "win32":
-        return None
-    import resource
-
+def peak_of_process() -> int:
+    """The most bytes that this process had in memory at once."""
     # Linux counts in KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -14,12 +14,8 @@ class WeightAverage:
     from the weights that the run begins with. Weights of a short dtype have an average in float32: in bfloat16 it would not
     move, since `1 - decay` of a difference is lost in rounding.
 
-    Args:
-        decay (`float`):
-            Above 0 and below 1.
-        warmup (`bool`, *optional*, defaults to `False`):
-            Whether update `n`, counted from 0, has `min(decay, (1 + n) / (10 + n))`, as `tf.train.ExponentialMovingAverage`
-            with `num_updates` and diffusers' `EMAModel` have it: early averages forget the first weights sooner.
+    With `warmup`, update `n`, counted from 0, has `min(decay, (1 + n) / (10 + n))`, as `tf.train.ExponentialMovingAverage` with
+    `num_updates` and diffusers' `EMAModel` have it: early averages forget the first weights sooner.
     """
 
     def __init__(self, decay: float, warmup: bool = False):

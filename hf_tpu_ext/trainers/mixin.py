@@ -184,15 +184,11 @@ class TPUTrainerMixin(
 
     # ---- Checkpoints ----
 
-    def _init_training_state(
-        self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
-    ):
+    def _init_training_state(self, *args, **kwargs):
         # It compares the rows of a device with those that were taken at once when the checkpoint was written, and warns where
         # they differ.
         with self.chips.rows_of_process():
-            return super()._init_training_state(
-                max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
-            )
+            return super()._init_training_state(*args, **kwargs)
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
         if self.model is None:

@@ -320,9 +320,8 @@ class SetUpMixin:
             args = copy(args)
             args.optim = trained_by[args.optim]
         optimizer_cls, kwargs = self.get_optimizer_cls_and_kwargs(args, model)
-        if optimizer_cls is torch.optim.AdamW:
-            if self.compiles_steps:
-                return LazyAdamW, {**kwargs, "backend": self.backend}
+        if optimizer_cls is torch.optim.AdamW and self.compiles_steps:
+            return LazyAdamW, {**kwargs, "backend": self.backend}
         return optimizer_cls, kwargs
 
     def _prepare_optimizer(self, prepare: Callable, optimizer: torch.optim.Optimizer, *args, **kwargs) -> Any:

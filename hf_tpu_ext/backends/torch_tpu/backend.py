@@ -42,9 +42,7 @@ _COMPILED_ATTENTION = [SDPBackend.OVERRIDEABLE, SDPBackend.MATH]
 
 
 class TorchTPUInsight(Insight):
-    """
-    What torch_tpu tells about reads, which is nothing: those of the trainers are counted here, and no others.
-    """
+    """What torch_tpu tells about reads, which is nothing: those of the trainers are counted here, and no others."""
 
     def __init__(self):
         #: Transfers from the device that the trainers asked for.

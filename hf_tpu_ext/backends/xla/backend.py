@@ -22,13 +22,13 @@ from ..processes import Processes
 from ..streamed import StreamedTensor, stream_tensor
 from .compile_cache import XLACompileCache
 from .graphs import pending
-from .hosts import hosts_of_slice, join_hosts, order_by_host, read_split
+from .hosts import hosts_of_slice, join_hosts, read_split
 from .insight import XLAInsight, compile_seconds
 from .kernels import XLAKernels
 from .loops import XLALoops
 from .operators import register_operators
 from .programs import XLAPrograms
-from .sharding import ConstrainRows, XLAManualSharding, gather, is_split, sharding_by_rows
+from .sharding import ConstrainRows, XLAManualSharding, gather, is_split, rows_spec
 from .tensors import pickle_from_host
 
 
@@ -153,7 +153,9 @@ class XLABackend(XLACompileCache):
 
     def use_mesh(self, mesh: dict[str, int]) -> None:
         if self.num_chips > 1:
-            self._mesh = xs.Mesh(order_by_host(self.processes, self.num_chips), tuple(mesh.values()), tuple(mesh))
+            # In the order of hosts, within which the inner axis is to stay. Their numbers say nothing of where they are.
+            chips = [chip for chips in sorted(self.processes.chips) for chip in chips] or list(range(self.num_chips))
+            self._mesh = xs.Mesh(chips, tuple(mesh.values()), tuple(mesh))
             self.manual_sharding = XLAManualSharding(self._mesh)
 
     def shard(self, tensor: torch.Tensor, spec: tuple) -> None:
@@ -229,7 +231,10 @@ class XLABackend(XLACompileCache):
         self.processes.note_sent(on_host)
         shardings = None
         if self._mesh is not None:
-            shardings = [sharding_by_rows(self._mesh, tensor, tensor.shape[:1] == (num_rows,)) for tensor in on_host]
+            specs = [rows_spec(self._mesh, tensor.ndim, tensor.shape[:1] == (num_rows,)) for tensor in on_host]
+            shardings = [
+                xs.ShardingSpec(self._mesh, spec).xla_spec(tensor) for spec, tensor in zip(specs, on_host, strict=True)
+            ]
         on_device = iter(pending.send(on_host, self.device, shardings))
         return replace_tensors(
             [next(on_device) if tensor.device.type == "cpu" else tensor for tensor in tensors], data

@@ -53,12 +53,6 @@ def join_hosts() -> Processes:
     return hosts
 
 
-def order_by_host(hosts: Processes, num_chips: int) -> list[int]:
-    """The chips in the order of a mesh, whose inner axis is to stay within a host."""
-    # Numbers of hosts say nothing of where they are.
-    return [chip for chips in sorted(hosts.chips) for chip in chips] or list(range(num_chips))
-
-
 def read_split(tensors: Iterable[torch.Tensor], mesh: xs.Mesh, sync, keep: bool = True) -> Iterator[torch.Tensor]:
     """
     Read tensors that are split over hosts, each by a program that makes it whole on every chip and is run by all: a chip

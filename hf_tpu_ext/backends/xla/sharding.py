@@ -21,11 +21,6 @@ def rows_spec(mesh: xs.Mesh, ndim: int, by_rows: bool = True) -> tuple:
     return first + (None,) * (ndim - 1)
 
 
-def sharding_by_rows(mesh: xs.Mesh, tensor: torch.Tensor, by_rows: bool):
-    """How torch_xla is to send a tensor of the host: its rows over all chips, or everything to every chip."""
-    return xs.ShardingSpec(mesh, rows_spec(mesh, tensor.ndim, by_rows)).xla_spec(tensor)
-
-
 def _annotate(tensor: torch.Tensor, mesh: xs.Mesh, spec: tuple) -> torch.Tensor:
     """A copy of a tensor whose place in the program is fixed. The tensor's own place is left alone."""
     copy = tensor.clone()

@@ -35,17 +35,9 @@ class FollowedArguments:
     Upstream's trainers keep the caller's object. Here a copy is adapted to the device. The caller's object is adapted anew when
     training, an evaluation or a prediction begins, and what has changed in it is brought over.
 
-    Args:
-        callers ([`~transformers.TrainingArguments`]):
-            The caller's arguments.
-        compiled ([`CompiledArguments`]):
-            What they became when the trainer was made, with the trainer's own.
-        adapt (`Callable`):
-            Adapts the caller's arguments as they were adapted then.
-        follows_upstream (`bool`):
-            Whether upstream reads its own fields when it needs them, since nothing is prepared by them.
-        recipe_rows (`list[int]`):
-            The recipe's rows of a chip and micro-steps.
+    `compiled` is what they became when the trainer was made, and `adapt` adapts them as they were adapted then. With
+    `follows_upstream`, upstream reads its own fields when it needs them, since nothing is prepared by them. `recipe_rows` are the
+    recipe's rows of a chip and micro-steps.
     """
 
     def __init__(

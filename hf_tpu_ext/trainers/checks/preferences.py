@@ -29,16 +29,12 @@ def check_preferences(dataset, name: str, trainer: str) -> None:
     """
     if not (columns := find_columns(dataset, name, trainer)):
         return
-    first: dict[str, int] = {}
-    count: dict[str, int] = {}
-    for index, row in enumerate(_rows(dataset, columns)):
-        problem = _problem(row)
-        if problem is not None:
-            first.setdefault(problem, index)
-            count[problem] = count.get(problem, 0) + 1
-    for problem, index in first.items():
-        others = f" (and {count[problem] - 1} more)" if count[problem] > 1 else ""
-        raise UserError(f"Row {index} of {name}{others}: {problem}.")
+    problems = [(index, _problem(row)) for index, row in enumerate(_rows(dataset, columns))]
+    problems = [(index, problem) for index, problem in problems if problem is not None]
+    if problems:
+        index, problem = problems[0]
+        same = sum(other == problem for _, other in problems)
+        raise UserError(f"Row {index} of {name}{f' (and {same - 1} more)' if same > 1 else ''}: {problem}.")
 
 
 def find_columns(dataset, name: str, trainer: str) -> list[str]:

@@ -41,7 +41,10 @@ def why_no_whole_prompts(args: TrainingArguments, group: int, left_over: int) ->
 
 def why_not_shared(model: nn.Module, setting: str) -> str | None:
     """Why a model is to read a prompt once for each of its completions, as a clause; `setting` is `share_prompts`."""
-    return _why_not_by_token(model) or (_why_random(model) if setting == "auto" else None)
+    reason = _why_not_by_token(model)
+    if reason is None and setting == "auto" and (random := draws_random_numbers(model)) is not None:
+        reason = f"with {random} each has other random numbers (share_prompts=on has the same for all completions of a prompt)"
+    return reason
 
 
 def _why_not_by_token(model: nn.Module) -> str | None:
@@ -56,14 +59,6 @@ def _why_not_by_token(model: nn.Module) -> str | None:
             if type(config) is not LoraConfig or config.alora_invocation_tokens:
                 return f"an adapter of type {type(config).__name__} may be another at each token"
     return None
-
-
-def _why_random(model: nn.Module) -> str | None:
-    if (setting := draws_random_numbers(model)) is None:
-        return None
-    return (
-        f"with {setting} each has other random numbers (share_prompts=on has the same for all completions of a prompt)"
-    )
 
 
 def leave_in_order(batch: dict[str, Any], shuffle_sequence_dict: Callable) -> dict[str, Any]:

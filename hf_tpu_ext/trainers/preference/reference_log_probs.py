@@ -93,9 +93,8 @@ class ReferenceLogProbsMixin:
         }
         if missing:
             self._write_missing(missing, dataset, name, rows)
-            self.compiled.changes.append(f"reference log-probs of the {name} dataset are kept in {directory}")
-        else:
-            self.compiled.changes.append(f"reference log-probs of the {name} dataset were found in {directory}")
+        where = f"{'are kept' if missing else 'were found'} in {directory}"
+        self.compiled.changes.append(f"reference log-probs of the {name} dataset {where}")
         # In memory, a few bytes a row: beside files, `datasets` would put what it makes of the rows later.
         tables = [pa.ipc.open_stream(path.read_bytes()).read_all() for path in files.values()]
         return concatenate_datasets([dataset, Dataset(pa.concat_tables(tables))], axis=1)

@@ -51,11 +51,8 @@ class CompiledEvaluation:
                 result = super().prediction_step(model, inputs, prediction_loss_only or writes, ignore_keys, **kwargs)
             if not writes:
                 return result
-            labels, token_ids = (
-                inputs["labels"].to(self.args.device),
-                write_predictions(self.predicted_text, inputs, self.args),
-            )
-            return result[0], token_ids.to(self.args.device), labels
+            token_ids = write_predictions(self.predicted_text, inputs, self.args)
+            return result[0], token_ids.to(self.args.device), inputs["labels"].to(self.args.device)
         if self._made_ahead is not None:
             times, result = self._made_ahead.popleft()
             self._loss_counts = None if result[0] is None else times
@@ -72,10 +69,8 @@ class CompiledEvaluation:
         )
         computed_rows, added_columns = count_rows(self.batch_under_way), find_added(inputs, self.batch_under_way)
         if self.predicted_text is not None:
-            result, added_columns = (
-                (result[0], write_predictions(self.predicted_text, inputs, self.args), as_collated(inputs)["labels"]),
-                {},
-            )
+            token_ids = write_predictions(self.predicted_text, inputs, self.args)
+            result, added_columns = (result[0], token_ids, as_collated(inputs)["labels"]), {}
         return result, self._times_counted(inputs), find_batch_size(inputs), computed_rows, added_columns
 
     def _trace_prediction(self, model, inputs, ignore_keys, **kwargs) -> tuple[Any, Any, Any]:
@@ -230,11 +225,8 @@ class _PredictedAhead:
     """
 
     def __init__(self, dataloader, results: deque, predict: Callable, read: Callable, most: int | None):
-        self._dataloader = dataloader
-        self._results = results
-        self._predict = predict
-        self._read = read
-        self._most = most
+        self._dataloader, self._results = dataloader, results
+        self._predict, self._read, self._most = predict, read, most
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._dataloader, name)

@@ -82,13 +82,8 @@ class IndexRanges:
     """
     Holds batches on the host against the tables of a model, where these are known: of models of transformers.
 
-    Args:
-        model ([`~torch.nn.Module`]):
-            The model, with adapters or without.
-        labels (`bool`):
-            Whether `labels` are those of the model's own loss.
-        truncation (`str`, *optional*):
-            The setting that rows are truncated by, as one types it, with `{}` for the length.
+    `labels` says whether those of a batch are of the model's own loss, and `truncation` is the setting that rows are truncated by,
+    as one types it, with `{}` for the length.
     """
 
     def __init__(self, model: nn.Module, labels: bool, truncation: str = "max_length={}"):

@@ -72,8 +72,8 @@ class LayerScan:
         mode = self._compiled.scan_layers
         if mode == "off":
             return
-        plain = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-        if self.stack is not None and plain is not self._optimizer:
+        own = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+        if self.stack is not None and own is not self._optimizer:
             # Another one was made since the last run.
             self.stack = None
         if self.stack is None:
@@ -92,9 +92,9 @@ class LayerScan:
             parent, name = find_layers(self._model)
             layers, policy = getattr(parent, name), self._compiled.rematerialization
             by_rows = self._are_by_rows(layers)
-            self.stack = LayerStack(
-                layers, self._backend, policy, by_rows, patterns, unpacked_once, self._find_plain()
-            )
+            # PEFT converts the input of an adapter to the dtype of its weight, ahead of dropout.
+            plain = set() if isinstance(self._model, PeftModel) else find_plain_linear(self._model)
+            self.stack = LayerStack(layers, self._backend, policy, by_rows, patterns, unpacked_once, plain)
             self._place_of_layers = (parent._modules, name, parent._modules[name])
             handler = self._trainer.callback_handler
             if "call_event" not in vars(handler):
@@ -138,10 +138,6 @@ class LayerScan:
             self.stack.unstack()
             modules[name] = layers
             self._backend.wait()
-
-    def _find_plain(self) -> set[nn.Linear]:
-        # PEFT converts the input of an adapter to the dtype of its weight, ahead of dropout.
-        return set() if isinstance(self._model, PeftModel) else find_plain_linear(self._model)
 
     def _are_by_rows(self, layers: nn.ModuleList) -> bool:
         """Whether layers are known to compute each row of a batch by itself, and what they draw by its place."""

@@ -86,7 +86,9 @@ class MetricsMixin:
                 sums.extend([name, _count(name)])
             totals[name], totals[_count(name)] = 0.0, 0.0
             for value, condition in zip(values, values.conditions, strict=True):
-                value = self._metric_on_device(value)
+                if not isinstance(value, Tensor):
+                    value = torch.full((), value, dtype=torch.float32, device=self.backend.device)
+                value = value.detach().float()
                 weight = torch.ones_like(value)
                 if self.drops_nan_metrics:
                     is_number = ~torch.isnan(value)
@@ -98,11 +100,6 @@ class MetricsMixin:
         if isinstance(num_tokens, Tensor):
             totals[NUM_TOKENS] = num_tokens
         sums.add(**totals)
-
-    def _metric_on_device(self, value: Tensor | float) -> Tensor:
-        if isinstance(value, Tensor):
-            return value.detach().float()
-        return torch.full((), value, dtype=torch.float32, device=self.backend.device)
 
     # ---- Logs ----
 

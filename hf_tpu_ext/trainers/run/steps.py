@@ -27,9 +27,7 @@ class StepsMixin:
     _override_returns_loss = False
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if not self.backend.static_shapes:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        with self._loss_compiled(inputs):
+        with self._loss_compiled(inputs) if self.backend.static_shapes else nullcontext():
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     @contextmanager

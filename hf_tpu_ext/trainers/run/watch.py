@@ -146,10 +146,8 @@ def _describe_optimizer(
     cls: type[torch.optim.Optimizer], has_state: bool, groups: list[dict[str, Any]]
 ) -> dict[str, str]:
     """What the program of a step depends on of an optimizer."""
-    description, are_sent = (
-        {"class": cls.__name__, "state": "there" if has_state else "missing"},
-        issubclass(cls, LazyAdamW),
-    )
+    description = {"class": cls.__name__, "state": "there" if has_state else "missing"}
+    are_sent = issubclass(cls, LazyAdamW)
     for index, group in enumerate(groups):
         for name, value in group.items():
             label = name if len(groups) == 1 else f"{name} of group {index}"

@@ -1,7 +1,7 @@
 """Quantization-aware training: a model learns with the weights that it will have after rounding."""
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from peft import PeftModel
@@ -110,10 +110,8 @@ class QuantizationMixin:
             yield
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if self.backend.static_shapes:
-            # Within, what computes the head is chosen first.
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        with self._head_rounded():
+        # In static shapes, what computes the head is chosen within first.
+        with nullcontext() if self.backend.static_shapes else self._head_rounded():
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     @contextmanager

@@ -78,19 +78,15 @@ class TPUSFTTrainer(DistillationMixin, QuantizationMixin, TPUTrainerMixin, SFTTr
             )
 
     def _set_up(self, call) -> None:
-        with upstream_names(type(self), get_training_chat_template=_training_chat_template):
-            self._set_up_with_template(call)
-
-    def _set_up_with_template(self, call) -> None:
-        if not (isinstance(call.arguments["args"], TPUSFTConfig) and call.arguments["args"].from_scratch):
-            super()._set_up(call)
-            return
-        if not isinstance(call.arguments.get("model"), str):
-            raise UserError(
-                "from_scratch=True makes a model from its name, and this one is there already. Pass model='...', or leave from_scratch out."
-            )
-        set_seed(call.arguments["args"].seed)
-        with upstream_names(type(self), create_model_from_path=_initialize):
+        names, args = {"get_training_chat_template": _training_chat_template}, call.arguments["args"]
+        if isinstance(args, TPUSFTConfig) and args.from_scratch:
+            if not isinstance(call.arguments.get("model"), str):
+                raise UserError(
+                    "from_scratch=True makes a model from its name, and this one is there already. Pass model='...', or leave from_scratch out."
+                )
+            set_seed(args.seed)
+            names["create_model_from_path"] = _initialize
+        with upstream_names(type(self), **names):
             super()._set_up(call)
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
