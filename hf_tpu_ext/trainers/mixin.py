@@ -199,7 +199,7 @@ class TPUTrainerMixin(
             checkpoint = self._find_checkpoint(resume_from_checkpoint)
             self.agreement.check_beginning(named_datasets(vars(self)))
             record = next((each for each in self.callback_handler.callbacks if isinstance(each, RunRecord)), None)
-            if self._writes_run:
+            if self.args.should_save:
                 took_newest = checkpoint is not None and resume_from_checkpoint is True
                 set_aside(self._get_output_dir(trial), checkpoint, record is not None, took_newest)
             with (

@@ -9,6 +9,7 @@ from operator import itemgetter
 from typing import Any, NoReturn
 
 import torch
+import torch_xla.core.xla_model as xm
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ..base import Backend
@@ -144,7 +145,8 @@ class Trace:
 
     def __init__(self, backend: Backend, state: Sequence[torch.Tensor], data: Sequence[torch.Tensor]):
         self._backend, self._state = backend, list(state)
-        graphs.wait_for_buffers()
+        # A buffer that is still to be filled has no identity.
+        xm.wait_device_ops()
         # Held on to: the buffer of a tensor that is written before it is read is free, and its identity goes to the next.
         self._held_tensors = graphs.hold_buffers([*state, *data])
         self._buffers = graphs.identify_buffers([*state, *data])
@@ -153,7 +155,7 @@ class Trace:
         if len(set(self._buffers[: len(self._state)])) < len(self._state):
             raise CannotReplay("two tensors of the training state share a buffer")
         self._sent_buffers: set[int] = set()
-        self._before = read_random_state(), graphs.read_seed(), backend.counters()
+        self._before = read_random_state(), xm.get_rng_state(), backend.counters()
         graphs.pending.begin_trace(self)
 
     def note_sent(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -184,7 +186,7 @@ class Trace:
             return SYNCS
         if not draws_on_host and read_random_state() != random_state:
             return DRAWS_ON_HOST
-        if graphs.read_seed() != seed:
+        if xm.get_rng_state() != seed:
             return (
                 "a step draws random numbers by an operator that follows from no seed of this package (torch.rand, torch.randn, "
                 "torch.randint, torch.bernoulli and dropout do)"

@@ -200,16 +200,6 @@ def run_graph(handle: bytes, arguments: Sequence[torch.Tensor]) -> list[torch.Te
         return _XLAC._run_cached_graph(handle, arguments)
 
 
-def read_seed() -> int:
-    """What torch_xla's own random numbers follow from."""
-    return xm.get_rng_state()
-
-
-def wait_for_buffers() -> None:
-    """Wait until all buffers are filled: one that is still to be has no identity."""
-    xm.wait_device_ops()
-
-
 def are_intact(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether tensors still have their values, after a graph failed that may have been given their buffers. Reads one of them."""
     try:

@@ -95,7 +95,7 @@ class ResumptionMixin:
     def _find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """The checkpoint to resume from, and what it keeps besides upstream's taken up."""
         self._check_best_metric()
-        if self._writes_run:
+        if self.args.should_save:
             remove_leftovers(self.args.output_dir)
         processes = self.backend.processes
         if self.args.load_best_model_at_end and self.backend.unknown_upstream and not self.args.save_on_each_node:
@@ -116,7 +116,7 @@ class ResumptionMixin:
             if self.args.per_device_train_batch_size != rows:
                 self._train_batch_size = self.args.train_batch_size
             self.load_metrics_state(state)
-            if self._writes_run:
+            if self.args.should_save:
                 compare_rows(self.train_dataset, checkpoint, state.get("train_rows"))
         return checkpoint
 

@@ -77,11 +77,6 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
             # PEFT writes a card of its own, with these.
             base.add_model_tags([_TAG])
 
-    @property
-    def _writes_run(self) -> bool:
-        """Whether this process, of all that train together, has the output directory in its keeping."""
-        return self.args.should_save
-
     # ---- The best checkpoint ----
 
     def _check_best_metric(self) -> None:
