@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 
 def format_seconds(seconds: float) -> str:
@@ -57,6 +58,14 @@ def format_value(value: object) -> str:
     """A value as Python writes it, cut off after 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def count_each(texts: Iterable[str], most: int = 3) -> str:
+    """How often each text is there, those of the rest together, e.g. `"one (3x); another (1x); others (2x)"`."""
+    counts = Counter(texts).most_common()
+    if num_others := sum(number for _, number in counts[most:]):
+        counts[most:] = [("others", num_others)]
+    return "; ".join(f"{text} ({number}x)" for text, number in counts)
 
 
 def name_of_any_layer(name: str) -> str:

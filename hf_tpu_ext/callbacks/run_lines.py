@@ -41,12 +41,18 @@ class RunLines(TrainerCallback):
         self._find_facts = find_facts
         self._at_start, self._strays_at_start = backend.counters(), 0
         self._first_step = 0
-        #: What the last run that ended has compiled, run and transferred.
-        self.spent = Counters()
+        # Of the last run, once it has ended.
+        self._spent: Counters | None = None
         #: What was known when the last run began.
         self.facts: RunFacts | None = None
 
+    @property
+    def spent(self) -> Counters:
+        """What the run under way, or the last one, has compiled, run and transferred."""
+        return self._backend.counters() - self._at_start if self._spent is None else self._spent
+
     def on_train_begin(self, args, state, control, **kwargs):
+        self._spent = None
         self._at_start, self._strays_at_start = self._backend.counters(), self._backend.insight.stray_reads()
         self._first_step = state.global_step
         if not state.is_world_process_zero:
@@ -88,7 +94,7 @@ class RunLines(TrainerCallback):
             tqdm.write(f"  {facts.token_waste}")
 
     def on_train_end(self, args, state, control, **kwargs):
-        self.spent = spent = self._backend.counters() - self._at_start
+        self._spent = spent = self.spent
         if not state.is_world_process_zero:
             return
         steps = state.global_step - self._first_step

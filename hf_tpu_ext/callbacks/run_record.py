@@ -40,7 +40,9 @@ class RunRecord(TrainerCallback):
         programs (`Callable[[], Sequence[ProgramEvent]]`):
             Lists the programs that the run has compiled so far.
         spent (`Callable[[], Counters]`):
-            Tells what a run that has ended has compiled, run and transferred.
+            Tells what the run has compiled, run and transferred so far.
+        why_traced (`Callable[[], str | None]`):
+            Says why steps are not replayed, as a clause; `None` if they are.
     """
 
     def __init__(
@@ -50,12 +52,13 @@ class RunRecord(TrainerCallback):
         status: StepStatus | None,
         programs: Callable[[], Sequence[ProgramEvent]],
         spent: Callable[[], Counters],
+        why_traced: Callable[[], str | None],
     ):
         self._backend = backend
         self._describe = describe
         self._status = status
         self._programs = programs
-        self._spent = spent
+        self._spent, self._why_traced = spent, why_traced
         self._programs_written: list[ProgramEvent] = []
         self._samples: Sequence[Mapping[str, str]] = ()
         self._writer: RecordWriter | None = None
@@ -124,9 +127,11 @@ class RunRecord(TrainerCallback):
             self._write("log", step=state.global_step, logs=logs, **self._totals())
 
     def _totals(self) -> dict[str, Any]:
+        totals = {"counters": asdict(self._spent()), "why_traced": self._why_traced()}
         if self._status is None:
-            return {"phases": {}, "step_times": {}, "batches": []}
+            return {**totals, "phases": {}, "step_times": {}, "batches": []}
         return {
+            **totals,
             "phases": {name: round(seconds, 6) for name, seconds in self._status.clock.copy_seconds().items()},
             "step_times": self._status.step_times,
             "batches": [[shape, list(count)] for shape, count in self._status.batches.items()],
@@ -149,7 +154,6 @@ class RunRecord(TrainerCallback):
         self._write(
             "end",
             step=state.global_step,
-            counters=asdict(self._spent()),
             cache=None if cache is None else asdict(cache),
             **self._totals(),
         )

@@ -8,7 +8,7 @@ from .figures import HOW_TO_DRAW, can_draw, draw_curves, draw_shares
 from .metrics import RESULTS
 from .parts import Report, Section, Table
 from .record import Run, points
-from .sections import begin_time, datasets_of, headline, notes_on, time_in_phases, time_of_step
+from .sections import begin_time, compilations_of, datasets_of, headline, notes_on, time_in_phases, time_of_step
 
 
 def compare_runs(runs: Sequence[Run], prices: Mapping[str, Price]) -> Report:
@@ -45,6 +45,7 @@ def compare_runs(runs: Sequence[Run], prices: Mapping[str, Price]) -> Report:
         ],
         all_rows=True,
     )
+    compilations = _compare([compilations_of(run) for run in runs], all_rows=True)
     columns = ["", *(run.name for run in runs)]
     speed = Section(
         "Mean time of a step", tables=[Table(columns, _compare([time_of_step(run) for run in runs], True))]
@@ -57,6 +58,7 @@ def compare_runs(runs: Sequence[Run], prices: Mapping[str, Price]) -> Report:
         section,
         *_samples(runs),
         speed,
+        *([Section("Compilations", tables=[Table(columns, compilations)])] if compilations else []),
         Section(
             "Differences of the recipes",
             [] if recipe else ["None."],

@@ -64,13 +64,14 @@ def is_record(path: str | Path) -> bool:
 class Session:
     """
     One call of `train`: a run that was resumed has several. Of each what was known when it began, its seconds, its last
-    optimizer step and its totals (phases, step times, batches) as far as they are recorded, and what was known when it
-    ended, or the error that ended it; both `None` if it was killed.
+    optimizer step, its compilations and its totals (phases, step times, batches, counters, why steps are traced) as far
+    as they are recorded, and what was known when it ended, or the error that ended it; both `None` if it was killed.
     """
 
     begin: dict[str, Any]
     seconds: float = 0.0
     last_step: int = 0
+    compilations: int = 0
     totals: dict[str, Any] = field(default_factory=dict)
     end: dict[str, Any] | None = None
     error: str | None = None
@@ -149,10 +150,14 @@ class Run:
         return self.sessions[-1].last_step
 
     @property
-    def repeated_steps(self) -> int:
-        """Optimizer steps that were done once more after a resume."""
-        ends = zip(self.sessions, self.sessions[1:], strict=False)
-        return sum(max(0, before.last_step - after.begin["first_step"]) for before, after in ends)
+    def why_traced(self) -> str | None:
+        """Why steps were not replayed, as a clause, as far as it is recorded."""
+        return self.sessions[-1].totals.get("why_traced")
+
+    @property
+    def counters(self) -> Counter[str]:
+        """What the runtime has compiled, run and transferred in all sessions, as far as it is recorded."""
+        return sum((Counter(session.totals.get("counters")) for session in self.sessions), Counter())
 
 
 def read_run(directory: str | Path) -> Run:
@@ -246,6 +251,8 @@ def _add(run: Run, entry: dict[str, Any]) -> None:
     session.last_step = max(session.last_step, entry["step"] or 0)
     if entry["event"] in ("log", "end"):
         session.totals = {name: entry[name] for name in ("phases", "step_times", "batches")}
+        # Records of earlier versions do not have these in every log.
+        session.totals |= {name: entry.get(name) for name in ("counters", "why_traced")}
     match entry["event"]:
         case "log":
             log = {"step": entry["step"], "at": at, **entry["logs"]}
@@ -257,6 +264,7 @@ def _add(run: Run, entry: dict[str, Any]) -> None:
                 run.evaluations = [*others, log]
         case "program":
             run.programs.append({**entry, "at": at})
+            session.compilations += 1
         case "cause":
             names = ("step", "kind", "shape", "seconds")
             same = [program for program in run.programs if all(program[name] == entry[name] for name in names)]

@@ -1,11 +1,11 @@
 """What the report of a run says."""
 
 import math
-from collections import Counter
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
-from ..formatting import count, format_bytes, format_number, format_seconds, format_size, kind_of_device
+from ..formatting import count, count_each, format_bytes, format_number, format_seconds, format_size, kind_of_device
 from ..hardware.prices import Price
 from ..hardware.topologies import find_chip
 from .figures import HOW_TO_DRAW, can_draw, draw_curves, draw_shares, draw_step_times
@@ -29,7 +29,7 @@ def describe_run(run: Run, prices: Mapping[str, Price], plan_section: Section | 
         _versions(run),
     ]
     notes = [] if can_draw() else [f"{HOW_TO_DRAW}: hf-tpu report {run.name}"]
-    sections.insert(0, Section("Notes", [*notes, *notes_on(run)]))
+    sections[:0] = [Section("Notes", [*notes, *notes_on(run)]), _parts(run)]
     backend = run.begin["backend"]
     return Report(
         title=run.begin["model"]["name"] or run.name,
@@ -50,8 +50,10 @@ def headline(run: Run, prices: Mapping[str, Price]) -> dict[str, str]:
     """The numbers to see first, by what they are. What is not known is left out."""
     numbers = {}
     for name, keys in RESULTS.items():
-        if values := [value for _, value in run.values_of(keys)]:
-            numbers[name] = " → ".join(f"{value:.3g}" for value in dict.fromkeys((values[0], values[-1])))
+        if logged := run.values_of(keys):
+            steps, values = zip(*dict.fromkeys((logged[0], logged[-1])), strict=True)
+            steps = f"step{'s' if len(steps) > 1 else ''} {' → '.join(f'{step:,}' for step in steps)}"
+            numbers[name] = f"{' → '.join(f'{value:.3g}' for value in values)} ({steps})"
     numbers["steps"] = f"{run.steps:,} of {run.begin['max_steps']:,}"
     numbers["time"] = format_seconds(run.seconds)
     for name, key, words in (
@@ -82,14 +84,47 @@ def notes_on(run: Run) -> list[str]:
         notes.append(f"The run was ended after step {run.steps:,} by {run.sessions[-1].error}")
     elif run.sessions[-1].end is None:
         notes.append("The run did not end, or is still going on. This is what was recorded until then.")
-    if run.repeated_steps:
-        notes.append(f"Repeated after the resume: {count(run.repeated_steps, 'step')}.")
+    for before, after in pairwise(run.sessions):
+        last, first = before.last_step, after.begin["first_step"]
+        # What a run did after its last line, before it was killed, is not known.
+        is_known = before.end is not None or before.error is not None
+        if last > first or not is_known:
+            was_ended = f"ended after step {last:,}" if is_known else f"killed after step {last:,} or later"
+            notes.append(f"The run was {was_ended} and resumed after step {first:,}: steps between were run twice.")
     bad = sum(not math.isfinite(log["loss"]) for log in run.logs)
     if bad:
         notes.append(f"The loss was not finite in {count(bad, 'log')}.")
     if run.unreadable:
         notes.append(f"Skipped unreadable lines of run.jsonl: {run.unreadable:,}.")
     return notes
+
+
+def _parts(run: Run) -> Section:
+    section = Section("Parts")
+    if len(run.sessions) == 1:
+        return section
+    section.lines.append(
+        "Sums over the run are of all its parts, with the steps that were run twice, and without what a part that did not "
+        "end did after its last log. Curves and logs have each step once."
+    )
+    rows = []
+    for session in run.sessions:
+        counters = session.totals.get("counters") or {}
+        end = "failed" if session.error is not None else "did not end" if session.end is None else "ended"
+        rows.append(
+            [
+                begin_time(session),
+                f"{session.begin['first_step']:,}",
+                f"{session.last_step:,}",
+                format_seconds(session.seconds),
+                f"{session.compilations:,}",
+                *(_cell(counters.get(name)) for name in ("executions", "replays")),
+                end,
+            ]
+        )
+    columns = ["begun", "after step", "to step", "time", "compilations", "executions", "replayed", ""]
+    section.tables.append(Table(columns, rows))
+    return section
 
 
 def _curves(run: Run) -> Section:
@@ -175,6 +210,21 @@ def _speed(run: Run) -> Section:
     return section
 
 
+def compilations_of(run: Run) -> dict[str, str]:
+    """What a run has compiled, for the first time and again, with the causes, and why its steps were not replayed."""
+    lines, again = {}, [one for one in run.programs if one["cause"]]
+    if run.programs:
+        lines["first compilations"] = count_each(one["kind"] for one in run.programs if not one["cause"])
+    if again:
+        seconds = format_seconds(sum(one["seconds"] for one in again))
+        lines["recompilations"] = f"{len(again)} in {seconds}: {count_each(one['cause'] for one in again)}"
+    if run.why_traced is not None:
+        lines["step replay"] = f"off: {run.why_traced}"
+    if run.counters["executions"]:
+        lines["executions"] = f"{run.counters['executions']:,}, {run.counters['replays']:,} of them replayed"
+    return lines
+
+
 def _programs(run: Run) -> Section:
     section = Section("Compilations")
     if run.programs:
@@ -193,17 +243,17 @@ def _programs(run: Run) -> Section:
         section.tables.append(
             Table(["graph", "batch", "step", "after", "compile time", "source", "cause of recompilation"], rows)
         )
-    ends = [session.end for session in run.sessions if session.end is not None]
-    counters: Counter[str] = Counter()
-    for end in ends:
-        counters.update(end["counters"])
+    if run.why_traced is not None:
+        section.lines.append(f"Step replay is off: {run.why_traced}.")
+    counters = run.counters
     if counters["executions"]:
         section.lines.append(
             f"{count(counters['executions'], 'execution')}, {counters['replays']:,} of them replayed; "
             f"{count(counters['reads'], 'device-to-host transfer')} and {count(counters['fallbacks'], 'CPU fallback')}, "
             "including evaluation, logs and checkpoints."
         )
-    for cache in [end["cache"] for end in ends[-1:] if end["cache"]]:
+    caches = [session.end["cache"] for session in run.sessions if session.end is not None]
+    for cache in filter(None, caches[-1:]):
         section.lines.append(
             f"Compilation cache {cache['directory']}: {count(cache['hits'], 'hit')}, {cache['misses']:,} misses, "
             f"{count(cache['programs'], 'executable')} in {cache['size'] / 2**20:,.1f} MiB."
@@ -255,18 +305,6 @@ def _cost(run: Run, prices: Mapping[str, Price]) -> Section:
             f"${dollars:,.2f} so far, from the beginning to the end of training: ${price.dollars_per_chip_hour:g} a "
             f"chip and hour, {price.region}, {price.date} ({price.source})."
         )
-    if len(run.sessions) > 1:
-        rows = [
-            [
-                begin_time(session),
-                f"{session.begin['first_step']:,}",
-                f"{session.last_step:,}",
-                format_seconds(session.seconds),
-                "failed" if session.error is not None else "did not end" if session.end is None else "ended",
-            ]
-            for session in run.sessions
-        ]
-        section.tables.append(Table(["begun", "from step", "to step", "time", ""], rows))
     return section
 
 

@@ -3,7 +3,6 @@
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,15 +16,15 @@ from transformers.utils import logging
 from ..backends.base import Backend
 from ..backends.insight import Listing, SourceLine
 from ..errors import UserError
-from ..formatting import format_size
+from ..formatting import count_each, format_size
 from .recompile_cause import Cause, Dependencies, cause_of, compare_dependencies, compare_operations, count_differences
 from .source_lines import describe_line, own_line
 
 
 logger = logging.get_logger(__name__)
 
-# Lines about one program, before its recompiles are only counted, and causes that the end of a run names.
-_MOST_LINES, _MOST_CAUSES = 5, 3
+# Lines about one program, before its recompiles are only counted.
+_MOST_LINES = 5
 # Seconds of a compilation that is told of where there are no progress bars.
 _LONG = 5.0
 # Compiled states of one program that a further one is compared with.
@@ -357,11 +356,8 @@ class ProgramWatch:
         again = [event for event in self.events_of_run if event.cause is not None]
         if not again:
             return None
-        causes = Counter(event.cause for event in again).most_common()
-        if num_others := sum(count for _, count in causes[_MOST_CAUSES:]):
-            causes[_MOST_CAUSES:] = [("other causes", num_others)]
-        text = "; ".join(f"{cause} ({count}x)" for cause, count in causes)
-        return f"Recompilations: {len(again)} in {sum(event.seconds for event in again):.1f} s. {text}"
+        seconds, causes = sum(event.seconds for event in again), count_each(event.cause for event in again)
+        return f"Recompilations: {len(again)} in {seconds:.1f} s. {causes}"
 
     @contextmanager
     def _compiling(self, what: str) -> Iterator[None]:

@@ -26,8 +26,8 @@ def begin(first_step=0, **facts):
     }
 
 
-def log(step, at, number=1, **logs):
-    """The log with this number: phases, step times and batches are those of the session until then."""
+def log(step, at, number=1, why_traced=None, **logs):
+    """The log with this number: phases, step times, batches and counters are those of the session until then."""
     return {
         "at": at,
         "step": step,
@@ -42,6 +42,8 @@ def log(step, at, number=1, **logs):
             [[4, 16], [6 * number, 300 * number, 384 * number]],
             [[4, 64], [4 * number, 700 * number, 1024 * number]],
         ],
+        "counters": {**END["counters"], "executions": step - 1, "replays": 0 if why_traced else step - 2},
+        "why_traced": why_traced,
     }
 
 
@@ -77,22 +79,36 @@ END = {
 def write_run():
     """Writes the record of a run of 40 steps with a log every 5."""
 
-    def write(directory, steps=40, first_step=0, end=True, anew=True, logs=None, held_out=None, **facts):
+    def write(
+        directory,
+        steps=40,
+        first_step=0,
+        end=True,
+        anew=True,
+        logs=None,
+        held_out=None,
+        causes=(),
+        why_traced=None,
+        **facts,
+    ):
         directory.mkdir(exist_ok=True)
         writer = RecordWriter(directory, anew)
         writer.write("begin", **begin(first_step, **facts))
-        writer.write("program", **program(2.5))
+        for cause in (None, *causes):
+            writer.write("program", **program(2.5, cause=cause))
         for index, step in enumerate(range(first_step + 5, steps + 1, 5)):
             speed = dict(tokens_per_second=5000.0, padded_tokens_per_second=8000.0, step_time=0.02, peak_memory_gb=2.5)
-            writer.write("log", **log(step, 3.0 + 10 * (index + 1), index + 1, **{**speed, **(logs or {})}))
+            writer.write(
+                "log", **log(step, 3.0 + 10 * (index + 1), index + 1, why_traced, **{**speed, **(logs or {})})
+            )
         if end:
             before = len(range(first_step + 5, steps + 1, 5))
             held_out = {"eval_loss": 2.0, **(held_out or {}), "eval_runtime": 1.0}
-            writer.write("log", **{**log(steps, 100.0, before + 1), "logs": held_out})
-            last = {**log(steps, 100.0, before + 2), "logs": {"train_loss": 2.0}}
+            writer.write("log", **{**log(steps, 100.0, before + 1, why_traced), "logs": held_out})
+            last = {**log(steps, 100.0, before + 2, why_traced), "logs": {"train_loss": 2.0}}
             writer.write("log", **last)
             last["phases"]["save"] = 0.5
-            writer.write("end", **{**last, **END, "at": 3600.0})
+            writer.write("end", **{**last, **END, "at": 3600.0, "step": steps})
         return directory
 
     return write

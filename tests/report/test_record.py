@@ -8,14 +8,14 @@ from hf_tpu_ext.report.record import RECORD_NAME, RecordWriter, read_run
 
 def test_what_is_written_is_read(write_run, tmp_path):
     run = read_run(write_run(tmp_path / "run"))
-    assert (run.steps, run.seconds, run.repeated_steps, run.unreadable) == (40, 3600.0, 0, 0)
+    assert (run.steps, run.seconds, run.unreadable) == (40, 3600.0, 0)
     assert [entry["step"] for entry in run.logs] == list(range(5, 41, 5))
     assert [entry["eval_loss"] for entry in run.evaluations] == [2.0]
     assert [(one["kind"], one["at"]) for one in run.programs] == [("training step", 2.5)]
     assert run.phases["replay"] == pytest.approx(0.3 * 10) and run.phases["save"] == 0.5
     assert run.step_times["total"] == {-25: 30, -24: 20}
     assert run.batches == {(4, 16): [60, 3000, 3840], (4, 64): [40, 7000, 10240]}
-    assert run.sessions[0].end["counters"]["replays"] == 38
+    assert run.counters["replays"] == 38 and run.why_traced is None
 
 
 def test_a_run_that_begins_anew_replaces_the_record(write_run, tmp_path):
@@ -33,7 +33,6 @@ def test_a_resumed_run_goes_on(write_run, tmp_path):
     assert run.seconds == 63.0 + 3600.0
     assert run.logs[4]["at"] == 63.0 + 13.0, "step 25 of the second session"
     assert [one["at"] for one in run.programs] == [2.5, 63.0 + 2.5]
-    assert run.repeated_steps == 10
     assert [session.end is None for session in run.sessions] == [True, False]
 
 

@@ -28,8 +28,8 @@ def pictures(page):
 def test_headline(write_run, tmp_path):
     run = read_run(write_run(tmp_path / "run", logs={"mfu": 0.4}))
     assert headline(run, read_prices()) == {
-        "loss": "2.75 → 1",
-        "evaluation loss": "2",
+        "loss": "2.75 → 1 (steps 5 → 40)",
+        "evaluation loss": "2 (step 40)",
         "steps": "40 of 40",
         "time": "1 h 0 min",
         "tokens / s": "5,000",
@@ -80,7 +80,7 @@ REWARD = {"max_reward": 1.5, "mean_reward": 0.25, "min_reward": -1.25, "margin":
             {"Rewards", "Accuracy", "Log-probs of completions"},
             {"chosen", "rejected", "margin", "margin, evaluation"},
             "rewards chosen | rewards rejected | rewards margins | rewards accuracies | logps chosen | logps rejected",
-            {"evaluation accuracy": "0.875", "evaluation margin": "0.75"},
+            {"evaluation accuracy": "0.875 (step 40)", "evaluation margin": "0.75 (step 40)"},
         ),
         (
             KTO,
@@ -94,7 +94,7 @@ REWARD = {"max_reward": 1.5, "mean_reward": 0.25, "min_reward": -1.25, "margin":
             {"Rewards", "Margin", "Accuracy"},
             {"max", "mean", "min", "min, evaluation"},
             "max reward | mean reward | min reward | margin | accuracy",
-            {"evaluation accuracy": "0.875", "evaluation margin": "0.75"},
+            {"evaluation accuracy": "0.875 (step 40)", "evaluation margin": "0.75 (step 40)"},
         ),
     ],
     ids=["dpo", "kto", "reward"],
@@ -166,8 +166,17 @@ def test_a_loss_that_is_not_finite(write_run, tmp_path):
 def test_a_resumed_run_shows_its_sessions(write_run, tmp_path):
     write_run(tmp_path / "run", steps=30, end=False)
     markdown = make_report([write_run(tmp_path / "run", first_step=20, anew=False)]).with_suffix(".md").read_text()
-    assert "Repeated after the resume: 10 steps." in markdown
-    assert "| 0 | 30 | 63 s | did not end |" in markdown and "| 20 | 40 | 1 h 0 min | ended |" in markdown
+    assert "killed after step 30 or later and resumed after step 20: steps between were run twice." in markdown
+    assert "| 0 | 30 | 63 s | 1 | 29 | 28 | did not end |" in markdown
+    assert "| 20 | 40 | 1 h 0 min | 1 | 40 | 38 | ended |" in markdown
+    # What is counted is of both parts.
+    assert "69 executions, 66 of them replayed" in markdown and "| compilations | 2 in 4 s |" in markdown
+
+
+def test_a_run_that_was_told_to_stop_repeats_nothing(write_run, tmp_path):
+    write_run(tmp_path / "run", steps=20)
+    markdown = make_report([write_run(tmp_path / "run", first_step=20, anew=False)]).with_suffix(".md").read_text()
+    assert "run twice" not in markdown.partition("## Parts")[0] and "| 0 | 20 | 1 h 0 min |" in markdown
 
 
 def test_several_runs(write_run, tmp_path):
@@ -181,7 +190,7 @@ def test_several_runs(write_run, tmp_path):
     assert page.name == "comparison.html"
     markdown = page.with_suffix(".md").read_text()
     assert "| learning_rate | 0.001 | 0.0005 | 0.001 |" in markdown and "max_length" not in markdown
-    assert "| loss | 2.75 → 1 | 1.5 | 2.75 → 1 |" in markdown
+    assert "| loss | 2.75 → 1 (steps 5 → 40) | 1.5 → 1.5 (steps 5 → 40) | 2.75 → 1 (steps 5 → 40) |" in markdown
     assert f"- {runs[2]}: The run did not end" in markdown and "## Training" not in markdown, (
         "figures are in the page alone"
     )
@@ -191,6 +200,22 @@ def test_several_runs(write_run, tmp_path):
         assert f"| {name} | {' | '.join([value] * 3)} |" in markdown
     html = page.read_text()
     assert len(pictures(page)) == 7 and all(str(run) in html for run in runs)
+
+
+def test_why_runs_compiled_more(write_run, tmp_path):
+    """Causes of recompilations and why steps were traced are side by side, and in the report of each."""
+    causes = ["labels was (4, 16), is (4, 9)"] * 2 + [*"wxyz"]
+    runs = [
+        write_run(tmp_path / "a"),
+        write_run(tmp_path / "b", end=False, causes=causes, why_traced="Mine, a callback"),
+    ]
+    markdown = make_report(runs, tmp_path).with_suffix(".md").read_text()
+    said = "6 in 12 s: labels was (4, 16), is (4, 9) (2x); w (1x); x (1x); others (2x)"
+    assert f"| recompilations |  | {said} |" in markdown
+    assert "| executions | 40, 38 of them replayed | 39, 0 of them replayed |" in markdown
+    assert "| first compilations | training step (1x) | training step (1x) |" in markdown
+    assert "| step replay |  | off: Mine, a callback |" in markdown
+    assert "Step replay is off: Mine, a callback." in make_report(runs[1:]).with_suffix(".md").read_text()
 
 
 def test_steps_far_apart_are_readable(write_run, tmp_path):
@@ -261,7 +286,7 @@ def test_completions_are_shown(write_run, tmp_path):
     assert "| step | prompt | completion | is_right |" in markdown
     assert markdown.count("| 5 | user: 3+4= | assistant: 5 | 0 |") == 4 and "assistant: 10" not in markdown
     assert markdown.count("| 40 | user: 3+4= | assistant: 40 | 0 |") == 4
-    assert headline(read_run(run), read_prices())["reward"] == "0.5"
+    assert headline(read_run(run), read_prices())["reward"] == "0.5 → 0.5 (steps 5 → 40)"
 
 
 def test_without_matplotlib(write_run, tmp_path, monkeypatch):

@@ -169,7 +169,9 @@ def test_a_resumed_run(runs):
     # The answer of the untrained model is that of the first session.
     assert [*run.samples[0]] == ["prompt", "reference", "before", "at step 4", "after"]
     assert [session.begin["first_step"] for session in run.sessions] == [0, 4]
-    assert [entry["step"] for entry in run.logs] == [2, 4, 6, 8] and run.repeated_steps == 2
+    assert [entry["step"] for entry in run.logs] == [2, 4, 6, 8]
+    assert "The run was ended after step 6 and resumed after step 4" in (runs.output_dir / "report.md").read_text()
+    assert run.counters["executions"] == sum(session.end["counters"]["executions"] for session in run.sessions) > 8
 
 
 class _Stops(TrainerCallback):

@@ -385,7 +385,7 @@ def test_lines_about_one_program_come_to_an_end(train, lines):
     summary = trainer.watch.describe()
     assert summary.startswith("Recompilations: 7 in ")
     assert [int(number) for number in re.findall(r"\((\d)x\)", summary)] == [1, 1, 1, 4]
-    assert summary.endswith("; other causes (4x)")
+    assert summary.endswith("; others (4x)")
 
 
 def test_another_run_sums_up_its_own(train):

@@ -50,6 +50,7 @@ class StatusMixin(RunFactsMixin):
                 self.status,
                 lambda: self.watch.events_of_run if self.backend.static_shapes else (),
                 lambda: lines.spent,
+                lambda: self.steps.why_traced if self.backend.static_shapes else None,
             )
         )
 

@@ -49,7 +49,7 @@ class TrainingSteps(TrainerCallback):
         self._model: nn.Module | None = None
         #: The steps of the run under way, or `None` where their stages run one by one.
         self.compiled: CompiledFunction | None = None
-        #: Why the steps of the last run were traced.
+        #: Why the steps of the last run were traced, as a clause.
         self.why_traced: str | None = None
         #: Numbers that the step under way has on the device, besides the batch.
         self.data: dict[str, torch.Tensor] = {}
@@ -257,9 +257,9 @@ class TrainingSteps(TrainerCallback):
 
     def _compile(self) -> None:
         models = [self._model, *self._trainer.other_models()]
-        self.why_traced = self._find_why_traced(models)
         step_replay = self._programs.step_replay
-        reason = self.why_traced or ("step_replay=False" if step_replay is False else None)
+        reason = self._find_why_traced(models) or ("step_replay=False" if step_replay is False else None)
+        self.why_traced = reason
         if reason is not None and self._trainer.compile_step == "step" and self._backend.compiles_functions:
             raise UserError(f"compile_step='step' is not possible: {reason}. Leave it out, or set it to 'layers'.")
         if reason is not None and (step_replay is not False or self._backend.compiles_functions):
@@ -280,6 +280,7 @@ class TrainingSteps(TrainerCallback):
 
     def _fall_back(self, reason: str) -> None:
         """Say why steps are not replayed, as a clause, and compile their layers where that is what is left."""
+        self.why_traced = reason
         if self._backend.compiles_functions:
             self._compiled_layers.begin(self._model, reason)
             self._rematerialize_layers()
