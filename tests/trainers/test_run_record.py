@@ -159,6 +159,22 @@ def test_a_record_without_status(runs):
     assert len(run.logs) == 3 and not run.phases and (runs.output_dir / "report.html").is_file()
 
 
+class _Looks(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        pass
+
+
+def test_why_steps_are_traced_is_told_as_on_the_screen(runs, caplog):
+    runs.ours(**CONFIG, kwargs={"callbacks": [_Looks()]})
+    (said,) = [record.message for record in caplog.records if "Step replay is off" in record.message]
+    run = read_run(runs.output_dir)
+    assert "_Looks" in run.why_traced and f"every step is traced: {run.why_traced}. " in said
+    assert f"Step replay is off: {run.why_traced}." in (runs.output_dir / "report.md").read_text().replace("\\_", "_")
+    # Silenced, it is in the report still.
+    runs.ours(**{**CONFIG, "max_steps": 2}, step_replay=False)
+    assert read_run(runs.output_dir).why_traced == "step_replay=False"
+
+
 def test_a_resumed_run(runs):
     config = {**CONFIG, "save_strategy": "steps", "save_steps": 2, "show_samples": 1}
     runs.ours(**config)
