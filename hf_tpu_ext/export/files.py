@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,14 +10,11 @@ from safetensors import SafetensorError
 
 from ..atomic_write import move_into_place, remove_temporary
 from ..errors import SaveError, UserError
-from ..formatting import format_bytes
 from ..trainers.checkpoint.run_lock import lock
 
 
 #: What an export says about itself, and what tells a directory as one.
 REPORT_FILE = "export.json"
-# Tokenizer, configuration and rounding.
-_ROOM_TO_SPARE = 64 * 2**20
 # Behind the name of what is exported, of a file and a directory beside it that are there meanwhile.
 _LOCK, _TEMPORARY = ".hf_tpu_export.lock", ".hf_tpu_export"
 
@@ -76,17 +72,6 @@ def _not_of_export(directory: Path) -> str:
         own_files = [REPORT_FILE]
     foreign = sorted({path.name for path in directory.iterdir()} - {*own_files})
     return ", ".join(foreign[:5]) + ", ..." * (len(foreign) > 5)
-
-
-def check_room(output_dir: Path, size: int) -> None:
-    """Raise a `ValueError` unless the disk of a directory, which need not be there, has room for so many bytes."""
-    place = next(parent for parent in output_dir.absolute().parents if parent.is_dir())
-    free = shutil.disk_usage(place).free
-    if free < size + _ROOM_TO_SPARE:
-        raise UserError(
-            f"The weights take {format_bytes(size)}, and {place} has {format_bytes(free)} left. Make room there, give "
-            "--output_dir on another disk, or a smaller --dtype (bfloat16)."
-        )
 
 
 @contextmanager

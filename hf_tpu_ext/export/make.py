@@ -19,7 +19,7 @@ from ..backends import select_backend
 from ..errors import UserError
 from ..formatting import dtype_name
 from ..quantization.trained_for import TrainedFor
-from .files import REPORT_FILE, check_output, check_room, only_export_to, whole_directory
+from .files import REPORT_FILE, check_output, only_export_to, whole_directory
 from .models import merge as merge_adapter
 from .models import open_source
 from .proof import (
@@ -187,9 +187,6 @@ def export_run(
     auto_class = source.auto_class(config)
     if quantization is not None and auto_class is AutoModelForSequenceClassification:
         raise UserError("--quantize rounds causal language models, and this is a reward model. Leave it out.")
-    with torch.device("meta"):
-        size = auto_class.from_config(config).num_parameters() * DTYPES[dtype].itemsize
-    check_room(output_dir, size)
 
     bar = tqdm(total=4, desc="reading what was trained", unit="phase", leave=False, disable=quiet)
     with only_export_to(output_dir), bar:
