@@ -1,21 +1,17 @@
 """How much of a run is spent on padding, and what to set against it."""
 
-from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from .buckets import group_batches, percentile_buckets, round_up_length
+from .buckets import group_batches, percentile_buckets
 
 
 _ADVISED_BUCKETS = 4
 _ADVICE_FROM = 0.10
-# What an option must save, in share of pads, over the simpler one before it to be named.
+# What buckets must save, in share of pads, to be named, and batches of similar rows over others.
 _WORTHWHILE = 0.05
-# The documents that TRL packs at a time, as `datasets.Dataset.map` hands them over.
-_PACKED_AT_A_TIME = 1000
-_PACKED_SAMPLE = 10_000
 
 
 class TokenWaste:
@@ -32,8 +28,7 @@ class TokenWaste:
         declared_lengths (`Sequence[int]`): Declared lengths, the greatest of which is `max_length`.
         batch_size (`int`): Rows of one batch, over all devices that share a batch shape.
         train_sampling_strategy (`str`, *optional*, defaults to `"random"`): As in [`~transformers.TrainingArguments`].
-        packing (`bool`, *optional*): Whether rows are packed already: nothing is advised then. `None` for a trainer that
-            does not pack.
+        packing (`bool`, *optional*): Whether rows are packed already: nothing is advised then.
 
     Attributes:
         rows (`int`): Number of rows.
@@ -70,20 +65,18 @@ class TokenWaste:
             self.pad_share_per_length[length] = pads / (has_length.sum().item() * batch_size * length)
 
     def describe(self) -> str:
-        """Words for the start of a run: the share of pads and, from 10 % on, the settings that lower it."""
+        """Words for the start of a run: the share of pads and, from 10 % on, what lowers it."""
         text = (
             f"{self.rows:,} rows, {self.real_tokens:,} tokens: {self.pad_share:.0%} of the tokens computed are padding"
         )
         if len(self.pad_share_per_length) > 1:
             text += f" ({', '.join(f'{length}: {share:.0%}' for length, share in self.pad_share_per_length.items())})"
-        options = []
+        advice, least = "", self.pad_share
         if not self.packing and self.pad_share >= _ADVICE_FROM:
-            least = self.pad_share
             for option, share in self.estimates().items():
                 if share <= least - _WORTHWHILE:
-                    options.append(f"{option} (estimated {share:.0%})")
-                    least = share
-        return f"{text}. Set {' or '.join(options)}." if options else f"{text}."
+                    advice, least = f" Set {option} (estimated {share:.0%}).", share
+        return f"{text}.{advice}"
 
     def describe_unused(self, buckets: Sequence[int]) -> str | None:
         """Name those of `buckets` that no batch is padded to, and why; `None` where there are none."""
@@ -102,40 +95,18 @@ class TokenWaste:
         return text
 
     def estimates(self) -> dict[str, float]:
-        """
-        Share of pads that other settings would leave, computed from the lengths of the rows, simplest setting first.
-
-        Packing is estimated by best-fit decreasing over groups of 1,000 rows, as TRL packs them, from at most 10,000
-        rows; every other setting by forming the batches of the whole set once more.
-        """
-        max_length = self.declared_lengths[-1]
+        """Share of pads that buckets would leave, with the sampler in use and with one that groups rows by length."""
         estimates = {}
-        used = list(self.pad_share_per_length)
-        longest_row = round_up_length(max(self._lengths), max_length)
-        if len(used) == 1 and longest_row < used[0]:
-            estimates[f"`max_length={longest_row}`, which fits every row"] = self._share(self._batches, [longest_row])
-        num_buckets = max(len(used), _ADVISED_BUCKETS)
+        num_buckets = max(len(self.pad_share_per_length), _ADVISED_BUCKETS)
         for strategy in dict.fromkeys([self.train_sampling_strategy, "group_by_length"]):
             batches = group_batches(self._lengths, self.batch_size, strategy)
+            buckets = percentile_buckets(batches.amax(1).tolist(), num_buckets, self.declared_lengths[-1])
+            pads = _pad_tokens(batches, _padded_lengths(batches, buckets))
             option = f"`length_buckets={num_buckets}`"
             if strategy != self.train_sampling_strategy:
                 option += f' with `train_sampling_strategy="{strategy}"`'
-            buckets = percentile_buckets(batches.amax(1).tolist(), num_buckets, max_length)
-            estimates[option] = self._share(batches, buckets)
-        if self.packing is not None:
-            estimates["`packing=True`"] = self._packed_share()
+            estimates[option] = pads / (pads + self.real_tokens)
         return estimates
-
-    def _share(self, batches: Tensor, declared_lengths: Sequence[int]) -> float:
-        pads = _pad_tokens(batches, _padded_lengths(batches, declared_lengths))
-        return pads / (pads + self.real_tokens)
-
-    def _packed_share(self) -> float:
-        max_length = self.declared_lengths[-1]
-        sample = group_batches(self._lengths, 1).flatten()[:_PACKED_SAMPLE]
-        num_packed = sum(_packed_rows(documents.tolist(), max_length) for documents in sample.split(_PACKED_AT_A_TIME))
-        batches = -(-num_packed * self.rows // (len(sample) * self.batch_size))
-        return 1 - self.real_tokens / (batches * self.batch_size * max_length)
 
 
 def _padded_lengths(batches: Tensor, declared_lengths: Sequence[int]) -> Tensor:
@@ -146,13 +117,3 @@ def _padded_lengths(batches: Tensor, declared_lengths: Sequence[int]) -> Tensor:
 
 def _pad_tokens(batches: Tensor, padded_lengths: Tensor) -> int:
     return (padded_lengths.sum() * batches.shape[1] - batches.sum()).item()
-
-
-def _packed_rows(documents: list[int], max_length: int) -> int:
-    """Number of rows of `max_length` that best-fit decreasing packs `documents` into."""
-    spaces: list[int] = []
-    for document in sorted(documents, reverse=True):
-        fit = bisect_left(spaces, document)
-        space = spaces.pop(fit) if fit < len(spaces) else max_length
-        insort(spaces, space - document)
-    return len(spaces)
