@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -23,7 +22,6 @@ The exit status is 0 if everything passed and 1 if something failed.
 """
 _NAMES = 24
 _MARKS = {"ok": "✓", "failed": "✗", "none": "–"}
-_PLAIN_MARKS = {"ok": "ok", "failed": "FAILED", "none": "-"}
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -31,7 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "doctor",
         help="check this machine, with a smoke training run",
-        description=_printable(DESCRIPTION),
+        description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--no_smoke", action="store_true", help="skip the smoke training run")
@@ -57,9 +55,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _examine(args: argparse.Namespace) -> tuple[list, str]:
     """Examine this machine, and print what is found. Returns the checks, and the output of the training run."""
-    from ..doctor.full import FullTest
     from ..doctor.machine import examine_machine
-    from ..doctor.smoke import SmokeTest
+    from ..doctor.trials import FULL, QUICK, Trials
 
     checks = []
 
@@ -70,35 +67,23 @@ def _examine(args: argparse.Namespace) -> tuple[list, str]:
 
     print(f"hf_tpu_ext {__version__}")
     show(examine_machine())
-    test = None
+    trials = None
     if args.full:
-        test = FullTest(args.minutes)
+        trials = Trials(FULL, args.minutes)
         print(f"mechanisms, each against eager CPU, in at most {args.minutes:g} minutes:", flush=True)
-        show(test.run())
     elif not args.no_smoke:
-        test = SmokeTest()
+        trials = Trials(QUICK)
         print("smoke training run:", flush=True)
-        show(test.run())
+    if trials is not None:
+        show(trials.run())
     failures = [check.name for check in checks if check.status == "failed"]
     print(f"{len(failures)} failed: {', '.join(failures)}" if failures else "everything passed")
-    return checks, test.output if test else ""
-
-
-def _printable(text: str) -> str:
-    """Text with a question mark for each character that the screen does not have."""
-    encoding = sys.stdout.encoding or "ascii"
-    return text.encode(encoding, "replace").decode(encoding)
+    return checks, trials.output if trials else ""
 
 
 def _describe(check) -> str:
-    signs = "".join(_MARKS.values())
-    marks = _MARKS if _printable(signs) == signs else _PLAIN_MARKS
-    width = max(map(len, marks.values()))
-    text = f"{marks[check.status]:<{width}} {check.name:<{_NAMES}} {check.text}"
-    if check.fix is not None:
-        text += f"\n{'':<{width}} {'':<{_NAMES}} fix: {check.fix}"
-    # Paths and messages of others have characters of their own.
-    return _printable(text)
+    text = f"{_MARKS[check.status]} {check.name:<{_NAMES}} {check.text}"
+    return text if check.fix is None else f"{text}\n{'':<{_NAMES + 2}} fix: {check.fix}"
 
 
 def _to_json(checks: list, output: str) -> str:

@@ -24,9 +24,10 @@ import hf_tpu_ext
 
 from ..backends import select_backend
 from ..backends.counters import Counters
-from ..formatting import count
-from .full import MECHANISMS
+from ..export.make import export_run
+from ..formatting import count, kind_of_device
 from .small_runs import RUNS, STEPS, Outcome, SmallRuns, finish, make_trainer
+from .trials import MECHANISMS
 
 
 # What may lie between a logged number and that of eager CPU. A TPU multiplies float32 in bfloat16, unless it is told not to.
@@ -164,11 +165,24 @@ class Mechanisms:
 
     # ---- Mechanisms ----
 
+    def runtime(self) -> Finding:
+        chips = count(self.backend.num_chips, kind_of_device(self.backend.name))
+        return Finding(f"{self.backend.name} ({self.backend.device_name}), {chips}")
+
     def parity(self) -> Finding:
-        backend = self.backend
-        outcome = self.compare("plain")
-        chips = count(backend.num_chips, "chip")
-        return outcome._replace(text=f"{backend.name} ({backend.device_name}), {chips}: {outcome.text}")
+        return self.compare("plain")
+
+    def adapter(self) -> Finding:
+        ours, reference = self.runs.ours("adapter"), self.runs.reference("adapter")
+        text, directory = self.near(ours, reference), self._directory / "adapter-run"
+        self.check_counts("adapter", ours)
+        export = export_run(directory, merge=True)
+        _check(export.good, export.verdict)
+        resumed = finish(self.runs.make("adapter"), self.backend, str(directory / f"checkpoint-{_SAVED_AT}"))
+        difference = _same_bits(resumed, ours)
+        _check(difference is None, f"resumed against never stopped: {difference}")
+        text += f"; resumed, with the same bits; merged, with logits that differ by {export.exported.max_abs:.1g}"
+        return Finding(text, _numbers(ours=ours, eager_cpu=reference))
 
     def replay(self) -> Finding:
         if not self.on_xla:
@@ -316,9 +330,11 @@ class Mechanisms:
         return Finding(f"{gpus} processes (DDP): {self.near(ours, reference)}", _numbers(eager_cpu=reference))
 
     def kill_and_resume(self) -> Finding:
+        # How Python was started for this process, up to the directory: `-m module`, or `-c` and a text that imports it.
+        this_program = ["-m", __spec__.name] if sys.orig_argv[1] == "-m" else sys.orig_argv[1:3]
         # Before this process takes the accelerator.
         died = subprocess.run(
-            [sys.executable, *_this_program(), str(self._directory), "die"], stdin=subprocess.DEVNULL
+            [sys.executable, *this_program, str(self._directory), "die"], stdin=subprocess.DEVNULL
         ).returncode
         _check(died == -signal.SIGKILL, f"the run that was to be killed ended with status {died}")
         checkpoint = self._directory / "killed-run" / f"checkpoint-{_SAVED_AT}"
@@ -351,11 +367,6 @@ class Mechanisms:
 _METHODS: dict[str, Callable[[Mechanisms], Finding]] = {
     name: getattr(Mechanisms, name.lower().replace(" ", "_")) for name in MECHANISMS if name != "SmolLM2-135M"
 } | {"SmolLM2-135M": Mechanisms.smollm2}
-
-
-def _this_program() -> list[str]:
-    """How Python was started for this process, up to the directory: `-m module`, or `-c` and a text that imports it."""
-    return ["-m", __spec__.name] if sys.orig_argv[1] == "-m" else sys.orig_argv[1:3]
 
 
 def _run(command: list[str], **environment: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import trl
 from datasets import load_dataset
+from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
@@ -62,23 +63,15 @@ _DEFAULTS = {
 @dataclass(frozen=True)
 class SmallRun:
     """
-    A small training.
-
-    Args:
-        settings (`dict[str, Any]`):
-            Fields of its config, on top of the defaults here.
-        trainer (`str`, *optional*, defaults to `"SFT"`):
-            `"SFT"`, `"DPO"` or `"GRPO"`.
-        data (`str`, *optional*, defaults to `"data"`):
-            The directory of its rows.
-        evaluates (`bool`, *optional*, defaults to `False`):
-            Whether it evaluates in the middle and at the end.
+    A small training: fields of its config on top of the defaults here; `"SFT"`, `"DPO"` or `"GRPO"`; the directory
+    of its rows; whether it evaluates in the middle and at the end, and whether it trains an adapter.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
     trainer: str = "SFT"
     data: str = "data"
     evaluates: bool = False
+    lora: bool = False
 
     @property
     def micro_steps(self) -> int:
@@ -105,6 +98,7 @@ RUNS = {
     "completions": SmallRun({"num_generations": 4, "max_completion_length": 16}, "GRPO", "questions"),
     "sharded": SmallRun({"mesh": "fsdp"}),
     "killed": SmallRun({"save_strategy": "steps", "save_steps": 4}),
+    "adapter": SmallRun({"save_strategy": "steps", "save_steps": 4}, lora=True),
 }
 
 
@@ -207,24 +201,9 @@ def make_trainer(
     **changes: Any,
 ) -> Any:
     """
-    Make the trainer of a small run: of this package, on the accelerator, or upstream's on eager CPU (`stock`), with the
-    rows of all `chips`.
-
-    Args:
-        run ([`SmallRun`]):
-            The run.
-        directory (`Path`):
-            That of [`make_inputs`].
-        name (`str`):
-            Of its output directory.
-        chips (`int`, *optional*):
-            Those that share a batch, for upstream's.
-        stock (`bool`, *optional*):
-            Whether the trainer is upstream's.
-        adapt (`Callable[[type], type]`, *optional*):
-            Makes the class of the trainer from that of this package.
-        **changes (*optional*):
-            More fields of the config.
+    Make the trainer of a small run, with an output directory of a `name` in that of [`make_inputs`]: of this
+    package, on the accelerator, or upstream's on eager CPU (`stock`), with the rows of all `chips`. `adapt` makes
+    its class from that of this package, and `changes` are more fields of its config.
     """
     settings = _DEFAULTS | run.settings | changes
     # Only this package's trainer takes a teacher: its own run on eager CPU is the reference.
@@ -244,6 +223,10 @@ def make_trainer(
     kwargs: dict[str, Any] = {"train_dataset": splits["train"]}
     if run.evaluates:
         kwargs["eval_dataset"] = splits["test"]
+    if run.lora:
+        # The weights that an adapter begins with are drawn.
+        torch.manual_seed(0)
+        kwargs["peft_config"] = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
     cls = adapt(cls)
     if run.trainer == "GRPO":
         kwargs["reward_funcs"] = reward_tokens
@@ -257,26 +240,19 @@ def finish(trainer: Any, backend: Backend, resume: str | None = None) -> Outcome
     trainer.add_callback(steps)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
-    weights = load_file(Path(trainer.args.output_dir, "model.safetensors"))
-    return Outcome(trainer.state.log_history, weights, steps.all, steps.late, trainer)
+    # Of a model, or of an adapter.
+    (file,) = Path(trainer.args.output_dir).glob("*model.safetensors")
+    return Outcome(trainer.state.log_history, load_file(file), steps.all, steps.late, trainer)
 
 
 class SmallRuns:
-    """
-    Runs small trainings on a backend, each once.
-
-    Args:
-        directory (`Path`):
-            For models, data and outputs.
-        backend ([`Backend`]):
-            The accelerator.
-    """
+    """Runs small trainings on a backend, each once, with models, data and outputs in a directory."""
 
     def __init__(self, directory: Path, backend: Backend):
         self.directory = directory
         self.backend = backend
         make_inputs(directory, backend.num_chips)
-        self.ours = cache(self._ours)
+        self.ours = cache(lambda name: finish(self.make(name), backend))
         self.reference = cache(self._reference)
 
     def make(self, name: str, callback: TrainerCallback | None = None, **changes: Any) -> Any:
@@ -285,9 +261,6 @@ class SmallRuns:
         if callback is not None:
             trainer.add_callback(callback)
         return trainer
-
-    def _ours(self, name: str) -> Outcome:
-        return finish(self.make(name), self.backend)
 
     def _reference(self, name: str) -> Outcome:
         """The same by upstream's trainer on eager CPU."""

@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from hf_tpu_ext.doctor.full import GROUPS, MECHANISMS, FullTest
-from hf_tpu_ext.doctor.watched import WatchedProcess
+from hf_tpu_ext.doctor.trials import FULL, MECHANISMS, Trials
 
 
 PLANT = """
@@ -42,7 +41,9 @@ wrong(X, '_run_cached_graph', run)
 READ = "wrong(X, '_xla_get_cpu_tensors', lambda right, *args: every(right(*args), lambda t: {}))"
 #: A fault for each mechanism, and what its line says then.
 FAULTS = {
+    "runtime": ("os.environ['HF_TPU_EXT_BACKEND'] = 'gpu'", "Unknown HF_TPU_EXT_BACKEND"),
     "parity": (SENT.format("t * 1.1"), "on eager CPU"),
+    "adapter": (RUN.format("t * 1.01"), "on eager CPU"),
     "replay": (RUN.format("t * (1 + 2**-20)"), "traced against replayed: .* weights differ"),
     "donation": ("wrong(X, '_set_buffer_donation', lambda right, *args: None)", "of 141 .* are updated in place"),
     "two lengths": ("os.environ['XLA_COMPILATION_CACHE_SIZE'] = '1'", "compiled late"),
@@ -84,9 +85,9 @@ FAULTS = {
 
 def try_one(name, fault, tmp_path, environment=""):
     command = (sys.executable, "-c", PLANT.format(fault=fault, environment=environment))
-    full = FullTest(command=command, groups=[[name]])
-    (check,) = full.run()
-    return check, full.output
+    trials = Trials([[name]], command=command)
+    (check,) = trials.run()
+    return check, trials.output
 
 
 @pytest.mark.slow
@@ -102,41 +103,8 @@ def test_a_planted_fault_is_found(name, tmp_path):
 
 
 def test_every_mechanism_is_tried_once():
-    assert [name for names in GROUPS for name in names] == list(MECHANISMS)
+    assert [name for names in FULL for name in names] == list(MECHANISMS)
     assert set(FAULTS) == set(MECHANISMS)
-
-
-WORKER = """
-import json, os, sys, time
-_, directory, ticks, *names = sys.argv
-for name in names:
-    if name == "crashes":
-        os.kill(os.getpid(), 11)
-    if name == "hangs":
-        time.sleep(600)
-    failed = name == "fails"
-    line = {"name": name, "status": "failed" if failed else "ok", "text": "done", "fix": "do that" if failed else None}
-    with open(ticks, "a") as file:
-        file.write(json.dumps(line) + "\\n")
-    if failed:
-        sys.exit(1)
-"""
-
-
-def test_what_fails_hides_nothing(tmp_path):
-    names = ["first", "crashes", "second", "fails", "hangs", "last"]
-    fixes = {"crashes": "do this", "hangs": "wait"}
-    worker = WatchedProcess((sys.executable, "-c", WORKER), names, 1.5, fixes, goes_on=True, directory=tmp_path)
-    checks = {check.name: check for check in worker.run()}
-    assert list(checks) == names
-    assert [check.name for check in checks.values() if check.status == "ok"] == ["first", "second", "last"]
-    assert [checks[name].fix for name in ("crashes", "fails", "hangs")] == ["do this", "do that", "wait"]
-    assert "SIGSEGV" in checks["crashes"].text and "nothing happened for 2 s" in checks["hangs"].text
-
-
-def test_what_was_not_reached_in_time_has_failed(tmp_path):
-    full = FullTest(minutes=0, command=(sys.executable, "-c", WORKER), groups=[["first"], ["hangs"]])
-    assert [(check.status, check.text) for check in full.run()] == [("failed", "the time was over")] * 2
 
 
 @pytest.mark.slow

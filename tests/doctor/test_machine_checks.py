@@ -131,5 +131,5 @@ def test_an_import_that_does_not_come_back(script, text, fix):
 
 
 def test_nothing_of_the_examination_imports_torch():
-    script = "import sys, hf_tpu_ext.doctor.machine, hf_tpu_ext.doctor.smoke; sys.exit('torch' in sys.modules)"
+    script = "import sys, hf_tpu_ext.doctor.machine, hf_tpu_ext.doctor.trials; sys.exit('torch' in sys.modules)"
     assert os.spawnl(os.P_WAIT, sys.executable, sys.executable, "-c", script) == 0
