@@ -29,25 +29,23 @@ from .losses import TopK
 
 class TeacherCache:
     """
-    Reads a cache that `hf-tpu cache-teacher` made.
+    Reads a cache that `hf-tpu cache-teacher` made, once the checksums of all files have been compared.
 
     Args:
         directory (`str` or `Path`): Directory of the cache.
         preload (`bool`, *optional*, defaults to `False`):
             Whether to read all of it into memory. By default files are mapped, and read where a sequence is looked up.
-        verify (`bool`, *optional*, defaults to `True`):
-            Whether to compare the checksums of all files, which reads them once.
 
     Raises:
         `ValueError`: There is no complete cache, or a file of it is missing or was changed.
     """
 
-    def __init__(self, directory: str | Path, preload: bool = False, verify: bool = True):
+    def __init__(self, directory: str | Path, preload: bool = False):
         self.directory = Path(directory)
         self.manifest = read_manifest(self.directory)
         shards = self.manifest.shards
-        for shard in tqdm(shards, "checking the teacher's cache", disable=not verify or len(shards) < 8, leave=False):
-            if (problem := find_damage(self.directory, shard, verify)) is not None:
+        for shard in tqdm(shards, "checking the teacher's cache", disable=len(shards) < 8, leave=False):
+            if (problem := find_damage(self.directory, shard, verify=True)) is not None:
                 raise UserError(
                     f"{self.directory / shard.file} {problem}. Rebuild it with the command that built the cache: "
                     f"{MAKE} {self.directory} (complete files are kept)."
@@ -109,16 +107,10 @@ class TeacherCache:
             log_tail = torch.cat([log_tail[:, None], log_probs[:, top_k:]], dim=-1).logsumexp(-1)
         return TopK(ids[:, :top_k], log_probs[:, :top_k], log_tail)
 
-    def missing(self, dataset: Dataset) -> int:
-        """Number of rows of a prepared dataset whose sequence is not in the cache."""
-        return len(self._absent(dataset))
-
-    def _absent(self, dataset: Dataset) -> list[int]:
-        return [row for row, input_ids in enumerate(dataset_sequences(dataset)) if input_ids not in self]
-
     def check_dataset(self, dataset: Dataset, name: str) -> None:
         """Raise a `ValueError` if rows of a prepared dataset, called `name` in it, are not in the cache."""
-        if absent := self._absent(dataset):
+        absent = [row for row, input_ids in enumerate(dataset_sequences(dataset)) if input_ids not in self]
+        if absent:
             raise UserError(
                 f"{len(absent)} of {len(dataset)} sequences of {name} are not in the teacher's cache {self.directory}, "
                 f"first row {absent[0]}. It was built from other data: build another from this recipe: {MAKE} DIR"

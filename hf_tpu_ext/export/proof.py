@@ -41,12 +41,9 @@ class Difference:
     are its scores of two answers to a prompt, for every two: their softmax is how often it prefers which.
 
     Args:
-        max_abs (`float`):
-            Largest absolute difference of two logits, or scores.
-        mean_kl (`float`):
-            Mean Kullback-Leibler divergence from the trained model, in nats.
-        same_top1 (`float`):
-            Share of the positions with the same first choice.
+        max_abs (`float`): Largest absolute difference of two logits, or scores.
+        mean_kl (`float`): Mean Kullback-Leibler divergence from the trained model, in nats.
+        same_top1 (`float`): Share of the positions with the same first choice.
     """
 
     max_abs: float
@@ -54,36 +51,26 @@ class Difference:
     same_top1: float
 
 
-def tokenize_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[torch.Tensor]:
-    """Tokenize prompts to shapes `(1, length)`, as a user's turn where the tokenizer has a chat template."""
+def _tokenize(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str | None = None) -> torch.Tensor:
+    """Tokenize a prompt, and an answer to it, to a shape `(1, length)`: as turns where the tokenizer has a chat template."""
     if tokenizer.chat_template is None:
-        return [tokenizer(prompt, return_tensors="pt").input_ids for prompt in prompts]
-    return [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        )["input_ids"]
-        for prompt in prompts
-    ]
+        return tokenizer(prompt if answer is None else f"{prompt} {answer}", return_tensors="pt").input_ids
+    turns = [{"role": "user", "content": prompt}]
+    if answer is not None:
+        turns.append({"role": "assistant", "content": answer})
+    return tokenizer.apply_chat_template(
+        turns, add_generation_prompt=answer is None, return_dict=True, return_tensors="pt"
+    )["input_ids"]
+
+
+def tokenize_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[torch.Tensor]:
+    """Tokenize prompts, for an answer to follow."""
+    return [_tokenize(tokenizer, prompt) for prompt in prompts]
 
 
 def tokenize_answers(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[list[torch.Tensor]]:
-    """Tokenize prompts with each of [`ANSWERS`] to shapes `(1, length)`, as turns where there is a chat template."""
-    if tokenizer.chat_template is None:
-        return [
-            [tokenizer(f"{prompt} {answer}", return_tensors="pt").input_ids for answer in ANSWERS]
-            for prompt in prompts
-        ]
-    return [
-        [
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}],
-                return_dict=True,
-                return_tensors="pt",
-            )["input_ids"]
-            for answer in ANSWERS
-        ]
-        for prompt in prompts
-    ]
+    """Tokenize prompts with each of [`ANSWERS`]."""
+    return [[_tokenize(tokenizer, prompt, answer) for answer in ANSWERS] for prompt in prompts]
 
 
 @torch.no_grad()

@@ -104,7 +104,8 @@ def test_cache_of_a_recipe(xla, tiny, recipe, prepared, tmp_path, capsys):
     assert (manifest.top_k, manifest.temperatures, manifest.max_length) == (32, (1.0, 2.0), 64)
     assert max(len(row) for dataset in prepared for row in dataset["input_ids"]) == 64, "no row was cut"
 
-    assert [cache.missing(dataset) for dataset in prepared] == [0, 0]
+    for dataset in prepared:
+        cache.check_dataset(dataset, "train_dataset")
     tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
     cache.check(2.0, 32, tokenizer, 64, len(tokenizer))
     for input_ids in (prepared[0]["input_ids"][0], prepared[1]["input_ids"][0]):
