@@ -9,16 +9,9 @@ from pathlib import Path
 
 def write_atomically(path: str | Path, data: bytes | str) -> None:
     """
-    Write a file that is whole or not there, also after a loss of power. What was there before stays until then.
-
-    Args:
-        path (`str` or `Path`):
-            The file. Several processes may write it at once: one of them wins.
-        data (`bytes` or `str`):
-            Its content; text is written as UTF-8.
-
-    Raises:
-        `OSError`: It cannot be written. Nothing is left of the attempt.
+    Write a file that is whole or not there, also after a loss of power; text as UTF-8. What was there before stays
+    until then, and of several processes that write it at once one wins. Raises `OSError` where it cannot be written;
+    nothing is left of the attempt.
     """
     path = Path(path)
     # Processes of several hosts may have one number.
@@ -43,14 +36,8 @@ _REPLACED = "replaced"
 
 def move_into_place(source: Path, target: Path) -> None:
     """
-    Give a directory that was written inside a temporary one its name. What has the name goes to the temporary directory,
-    for [`remove_temporary`].
-
-    Args:
-        source (`Path`):
-            The directory, in a temporary directory of its own, on the same disk.
-        target (`Path`):
-            Its name.
+    Give a directory that was written inside a temporary one, on the same disk, its name `target`. What has the name
+    goes to the temporary directory, for [`remove_temporary`].
     """
     if target.exists():
         os.rename(target, source.with_name(_REPLACED))
@@ -60,14 +47,8 @@ def move_into_place(source: Path, target: Path) -> None:
 
 def remove_temporary(temporary: Path, target: Path) -> None:
     """
-    Remove a temporary directory with what was written in it. If [`move_into_place`] came half-way, what was to be replaced
-    gets its name back first.
-
-    Args:
-        temporary (`Path`):
-            The temporary directory.
-        target (`Path`):
-            Whose place what was written in it was to take.
+    Remove a temporary directory with what was written in it, whose place was to be `target`. If [`move_into_place`]
+    came half-way, what was to be replaced gets its name back first.
     """
     old_files = temporary / _REPLACED
     if old_files.exists() and not target.exists():
@@ -76,13 +57,7 @@ def remove_temporary(temporary: Path, target: Path) -> None:
 
 
 def sync_directory(path: str | Path) -> None:
-    """
-    Bring to the disk which files a directory has.
-
-    Args:
-        path (`str` or `Path`):
-            The directory.
-    """
+    """Bring to the disk which files a directory has."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         # Not every file system can do this for a directory.

@@ -24,17 +24,9 @@ _IN_QUERY = re.compile(
 
 def redact(value: Any, name: str = "") -> Any:
     """
-    Take the secrets out of a nested structure, by the names that they have in it: tokens, passwords, keys. The
-    text of one becomes its name in angle brackets, as in upstream's `TrainingArguments.to_dict`.
-
-    Args:
-        value (`Any`):
-            Dictionaries, lists and tuples of what JSON knows; other objects are left as they are.
-        name (`str`, *optional*):
-            The name that the value has.
-
-    Returns:
-        `Any`: A copy without secrets, or `value` itself where it is no structure and no secret.
+    Take the secrets out of a nested structure of what JSON knows, by the `name` that each value has in it: tokens,
+    passwords, keys. The text of one becomes its name in angle brackets, as in upstream's
+    `TrainingArguments.to_dict`. What is neither a structure nor a secret is returned as it is.
     """
     if isinstance(value, Mapping):
         # In what has the name of a secret, all text is one.

@@ -28,12 +28,9 @@ class TrainingPreempted(SystemExit):
     take it for an error of the run.
 
     Args:
-        reason (`str`):
-            What told it, e.g. `"SIGTERM"`.
-        checkpoint (`str`):
-            The checkpoint to resume from.
-        step (`int`):
-            Optimizer steps done.
+        reason (`str`): What told it, e.g. `"SIGTERM"`.
+        checkpoint (`str`): The checkpoint to resume from.
+        step (`int`): Optimizer steps done.
     """
 
     def __init__(self, reason: str, checkpoint: str, step: int):

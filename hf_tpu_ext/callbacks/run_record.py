@@ -31,18 +31,12 @@ class RunRecord(TrainerCallback):
     so, and training goes on without it.
 
     Args:
-        backend ([`Backend`]):
-            The backend in use.
-        describe (`Callable[[], dict[str, Any]]`):
-            Tells what is known about a run when it begins, as JSON.
-        status ([`StepStatus`], *optional*):
-            What times the steps.
-        programs (`Callable[[], Sequence[ProgramEvent]]`):
-            Lists the programs that the run has compiled so far.
-        spent (`Callable[[], Counters]`):
-            Tells what the run has compiled, run and transferred so far.
-        why_traced (`Callable[[], str | None]`):
-            Says why steps are not replayed, as a clause; `None` if they are.
+        backend ([`Backend`]): The backend in use.
+        describe (`Callable[[], dict[str, Any]]`): Tells what is known about a run when it begins, as JSON.
+        status ([`StepStatus`], *optional*): What times the steps.
+        programs (`Callable[[], Sequence[ProgramEvent]]`): Lists the programs that the run has compiled so far.
+        spent (`Callable[[], Counters]`): Tells what the run has compiled, run and transferred so far.
+        why_traced (`Callable[[], str | None]`): Says why steps are not replayed, as a clause; `None` if they are.
     """
 
     def __init__(

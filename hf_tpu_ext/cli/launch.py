@@ -51,8 +51,11 @@ def start_processes(command: str, recipe: Recipe, make_parser: Callable[[], Reci
             if status is not None:
                 return _tell_how_to_go_on(status, recipe)
         elif (count := prepare_processes(backend, recipe.number("num_chips"))) > 1:
+            from torch.distributed import run as torchrun
+
             print(f"One process for each of {count} chips.", file=sys.stderr, flush=True)
-            return _tell_how_to_go_on(_status_of(lambda: _run_by_torchrun(count, own_command)), recipe)
+            words = ["--standalone", f"--nproc_per_node={count}", "--no_python", *own_command]
+            return _tell_how_to_go_on(_status_of(lambda: torchrun.run(torchrun.parse_args(words))), recipe)
     select_backend(name)
     return None
 
@@ -140,12 +143,6 @@ def _become(args, recipe: Recipe) -> bool:
         torch.set_num_threads(threads)
     os.environ.update(environment)
     return True
-
-
-def _run_by_torchrun(count: int, own_command: list[str]) -> None:
-    from torch.distributed.run import parse_args, run
-
-    run(parse_args(["--standalone", f"--nproc_per_node={count}", "--no_python", *own_command]))
 
 
 def _status_of(run: Callable[[], None]) -> int:

@@ -35,12 +35,8 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefa
 class RecipeParser(TrlParser):
     """
     A [`~trl.TrlParser`] whose errors are `ValueError`s that say which key and value, what was expected, and where it
-    was found.
-
-    Args:
-        dataclass_types (`tuple[type, ...]`): Dataclasses whose fields are the keys of the recipe.
-        command (`str`): Name of the sub-command.
-        description (`str`): First part of its help.
+    was found. The keys of a recipe are the fields of `dataclass_types`; the `description` is the first part of its
+    help.
     """
 
     def __init__(self, dataclass_types: tuple[type, ...], command: str, description: str):

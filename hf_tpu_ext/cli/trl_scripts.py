@@ -32,25 +32,9 @@ examples:
 @dataclass(frozen=True)
 class TRLScript:
     """
-    A training script of TRL, run with the trainer of this package.
-
-    Args:
-        command (`str`):
-            Its name after `trl` and after `hf-tpu`.
-        purpose (`str`):
-            What it does, as the start of a sentence.
-        recipe (`str`):
-            A recipe for it.
-        dataset (`str`):
-            A dataset of the Hub for it.
-        tiny_data (`str`):
-            What `--smoke` trains on.
-        auto_class (`str`, *optional*, defaults to `"AutoModelForCausalLM"`):
-            What loads the trained model.
-        peft (`str`, *optional*, defaults to `"--use_peft"`):
-            What trains an adapter.
-        rewards (`str`, *optional*, defaults to `""`):
-            What rewards completions, of a script that generates them.
+    A training script of TRL, run with the trainer of this package: its command, what it does as the start of a
+    sentence, a recipe and a dataset of the Hub for it, what `--smoke` trains on, what loads the trained model, and
+    the options of an example that train an adapter and reward completions.
     """
 
     command: str
@@ -66,16 +50,6 @@ class TRLScript:
     def trainer(self) -> str:
         """TRL's trainer in it."""
         return TRAINERS[self.command]
-
-    @property
-    def arguments(self) -> str:
-        """Class of the arguments of a script that has some of its own."""
-        return f"{self.command.upper()}ScriptArguments"
-
-    @property
-    def description(self) -> str:
-        """First part of its help."""
-        return _DESCRIPTION.format(**vars(self))
 
     @property
     def trains_head(self) -> bool:
@@ -123,9 +97,10 @@ class TRLScript:
 
             script = importlib.import_module(f"trl.scripts.{self.command}")
         config_cls = vars(trainers)[f"TPU{self.trainer.removesuffix('Trainer')}Config"]
-        script_cls = vars(script)[self.arguments] if self.rewards else trl.ScriptArguments
+        # Those that generate have arguments of their own.
+        script_cls = vars(script)[f"{self.command.upper()}ScriptArguments"] if self.rewards else trl.ScriptArguments
         dataclass_types = (script_cls, config_cls, trl.ModelConfig, trl.DatasetMixtureConfig)
-        return RecipeParser(dataclass_types, title or self.command, description or self.description)
+        return RecipeParser(dataclass_types, title or self.command, description or _DESCRIPTION.format(**vars(self)))
 
     def train(
         self, recipe: Recipe, parser: RecipeParser, adapt_trainer: Callable[[type], type] | None = None

@@ -203,15 +203,8 @@ def length_of(batch: Mapping[str, Any]) -> int:
 
 def pad_columns(batch: Mapping[str, Any], length: int, pad_token_id: int) -> dict[str, Any]:
     """
-    Pads the rows of a batch on the right to `length`, as [`StaticShapeCollator`] does.
-
-    Args:
-        batch (`Mapping[str, Any]`): Batch with `input_ids`.
-        length (`int`): Tokens of a row. A batch that has as many is returned as it is.
-        pad_token_id (`int`): Token id of what is added.
-
-    Returns:
-        `dict[str, Any]`: The batch.
+    Pad the rows of a batch with `input_ids` on the right to `length` tokens, as [`StaticShapeCollator`] does. One
+    that has as many is returned as it is.
     """
     batch = dict(batch)
     for prefix, shape in _sequences(batch).items():

@@ -91,11 +91,8 @@ def weights_hash(model: nn.Module) -> str:
 
 class Sequences:
     """
-    The different sequences of prepared datasets (with `input_ids`), in the order of their first row.
-
-    Args:
-        datasets (`Iterable[Dataset]`): The datasets.
-        quiet (`bool`, *optional*, defaults to `False`): Whether to show no progress.
+    The different sequences of prepared datasets (with `input_ids`), in the order of their first row. Without
+    progress if `quiet`.
     """
 
     def __init__(self, datasets: Iterable[Dataset], quiet: bool = False):

@@ -90,8 +90,7 @@ class CacheManifest(CacheSettings):
         largest_id (`int`): Largest token id among the entries.
         sequences_per_shard (`int`): Sequences in each file but the last.
         shards (`tuple[Shard, ...]`): The files.
-        **kwargs:
-            All fields of [`CacheSettings`].
+        **kwargs: All fields of [`CacheSettings`].
     """
 
     coverage: tuple[float, ...]

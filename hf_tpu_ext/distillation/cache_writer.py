@@ -129,7 +129,9 @@ class CacheWriter:
             *(self.directory / name for name in announced_files - current),
         ]
         leftovers = [path for path in leftovers if path.is_file()]
-        self._check_room(freed_bytes=sum(path.stat().st_size for path in leftovers))
+        room = shutil.disk_usage(self.directory).free + sum(path.stat().st_size for path in leftovers)
+        if self.bytes_to_write > room:
+            raise UserError(self._no_room("Not enough disk space"))
         # While what announces them is there.
         for path in leftovers:
             path.unlink()
@@ -311,10 +313,6 @@ class CacheWriter:
             _HEADER_BYTES + sum(self._lengths[n] * self.settings.token_bytes + _SEQUENCE_BYTES for n in sequences)
             for sequences in self.pending
         )
-
-    def _check_room(self, freed_bytes: int) -> None:
-        if self.bytes_to_write > shutil.disk_usage(self.directory).free + freed_bytes:
-            raise UserError(self._no_room("Not enough disk space"))
 
     @contextmanager
     def _need_room(self) -> Iterator[None]:

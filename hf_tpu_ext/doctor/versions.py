@@ -45,7 +45,14 @@ def check_versions(
     checks += [_check(line, find_version) for line in requirements if line.marker is None]
     with_xla, with_torch_tpu = (find_version(name) is not None for name in ("torch_xla", "torch_tpu"))
     if with_xla and with_torch_tpu:
-        return [*checks, _both(find_version)]
+        versions = ", ".join(f"{name} {find_version(name)}" for name in ("torch", "torch_xla", "torch_tpu"))
+        both = Check(
+            "torch_xla and torch_tpu",
+            "failed",
+            f"{versions}: torch_xla needs torch 2.9, torch_tpu 2.11 or newer, so one of them cannot work",
+            f"Make an environment for each: {install_command('tpu')} in one, {requirement('torch_tpu')} in the other",
+        )
+        return [*checks, both]
     extra = "torch_tpu" if with_torch_tpu else "tpu" if with_xla or has_tpu else None
     if extra is None:
         how = f"{install_command('tpu')}, or {requirement('torch_tpu')} for torch_tpu"
@@ -55,17 +62,6 @@ def check_versions(
         for line in requirements
         if line.marker is not None and _is_of_extra(line, extra)
     ]
-
-
-def _both(find_version: Callable[[str], str | None]) -> Check:
-    """What is wrong with an environment that has both of the packages that drive a TPU."""
-    versions = ", ".join(f"{name} {find_version(name)}" for name in ("torch", "torch_xla", "torch_tpu"))
-    return Check(
-        "torch_xla and torch_tpu",
-        "failed",
-        f"{versions}: torch_xla needs torch 2.9, torch_tpu 2.11 or newer, so one of them cannot work",
-        f"Make an environment for each: {install_command('tpu')} in one, {requirement('torch_tpu')} in the other",
-    )
 
 
 def check_libtpu(

@@ -1,7 +1,6 @@
 """A tiny model and synthetic tasks that it learns in seconds, for tests, benchmarks and smoke runs. All of it deterministic."""
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -153,12 +152,13 @@ def _says(role: str, content: str) -> list[dict[str, str]]:
 
 
 def _draw_additions(count: int, rng: random.Random) -> list[tuple[int, int]]:
-    def draw() -> tuple[int, int]:
+    """Different additions. Insertion order of a dict, unlike that of a set, is the same in every process."""
+    additions: dict[tuple[int, int], None] = {}
+    while len(additions) < count:
         digits = rng.randint(1, 3)
         low, high = 10 ** (digits - 1), 10**digits - 1
-        return rng.randint(low, high), rng.randint(low, high)
-
-    return _draw_different(draw, count)
+        additions[rng.randint(low, high), rng.randint(low, high)] = None
+    return list(additions)
 
 
 def work_addition(a: int, b: int) -> str:
@@ -173,14 +173,6 @@ def work_addition(a: int, b: int) -> str:
             step += f", write {total % 10}" + (f" carry {carry}" if carry else "")
         steps.append(step)
     return "; ".join([*steps, str(a + b)])
-
-
-def _draw_different(draw: Callable[[], object], count: int) -> list:
-    # Insertion order of a dict, unlike that of a set, is the same in every process.
-    values = {}
-    while len(values) < count:
-        values[draw()] = None
-    return list(values)
 
 
 def _write(output_dir: str | Path, rows: list[dict]) -> Path:

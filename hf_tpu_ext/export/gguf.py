@@ -23,20 +23,9 @@ _BLOCK = 32
 @dataclass(frozen=True)
 class GGUFExport:
     """
-    A GGUF file with rounded weights.
-
-    Args:
-        path (`str`):
-            The file.
-        type (`str`):
-            llama.cpp's type of the rounded weights.
-        tensors (`int`):
-            How many were rounded.
-        num_bytes (`int`):
-            Bytes of the file.
-        difference (`float`):
-            Largest difference of a weight as llama.cpp has it from the one that was trained, as a share of its scale: scales
-            are float16 there.
+    A GGUF file with rounded weights: llama.cpp's type of these, how many there are, the bytes of the file, and the
+    largest difference of a weight as llama.cpp has it from the one that was trained, as a share of its scale: scales
+    are float16 there.
     """
 
     path: str

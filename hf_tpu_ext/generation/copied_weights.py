@@ -29,16 +29,10 @@ class CopiedWeights:
     """
     The weights of a model that decoding reads from copies, where loops are a part of programs and copies have room.
 
-    Layers that run as a loop have stacked parameters. Of a slice of them the compiler for TPU makes a part of the product, which
-    then cannot begin to load the weight before its turn. XLA for the host multiplies a few rows by a matrix faster where
-    it need not be transposed, so linear layers have theirs as `(in, out)` there. Under autocast the matrices of linear
-    layers are in its dtype, where nothing else reads them.
-
-    Args:
-        model ([`~torch.nn.Module`]):
-            The model.
-        backend ([`Backend`]):
-            The backend in use.
+    Layers that run as a loop have stacked parameters. Of a slice of them the compiler for TPU makes a part of the
+    product, which then cannot begin to load the weight before its turn. XLA for the host multiplies a few rows by a
+    matrix faster where it need not be transposed, so linear layers have theirs as `(in, out)` there. Under autocast
+    the matrices of linear layers are in its dtype, where nothing else reads them.
     """
 
     def __init__(self, model: nn.Module, backend: Backend):

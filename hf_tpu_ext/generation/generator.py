@@ -141,7 +141,8 @@ class Generator:
         if seed is None:
             seed = int(torch.randint(-(2**31), 2**31 - 1, ()))
         ids, mask = self._pad(prompts)
-        copies = self._count_copies(ids, mask, copies)
+        if len(ids) % (copies * self._backend.num_chips) or not are_in_groups(ids, mask, copies):
+            copies = 1
         was_training = self._model.training
         self._model.eval()
         try:
@@ -183,11 +184,6 @@ class Generator:
             ids[row, length - len(prompt) :] = prompt
             mask[row, length - len(prompt) :] = 1
         return ids, mask
-
-    def _count_copies(self, ids: Tensor, mask: Tensor, copies: int) -> int:
-        if len(ids) % (copies * self._backend.num_chips):
-            return 1
-        return copies if are_in_groups(ids, mask, copies) else 1
 
     @contextmanager
     def _release_cache(self) -> Iterator[None]:

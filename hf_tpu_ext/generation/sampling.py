@@ -71,17 +71,10 @@ def count_until_end(tokens: Sequence[int], ends: Sequence[int]) -> int:
 
 class Sampler:
     """
-    Chooses tokens as [`~transformers.GenerationMixin.generate`] does, by its own processors of logits, without reading the device.
+    Chooses tokens as [`~transformers.GenerationMixin.generate`] does, by the processors of logits that the model
+    makes of complete settings, without reading the device.
 
     Samples follow from a seed, the token's number and the row: they are the same on one chip and on eight.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The model, which makes the processors.
-        config ([`~transformers.GenerationConfig`]):
-            Complete settings, as `generate` completes them.
-        backend ([`Backend`]):
-            The backend in use.
     """
 
     def __init__(self, model: PreTrainedModel, config: GenerationConfig, backend: Backend):

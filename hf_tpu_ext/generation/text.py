@@ -93,14 +93,10 @@ class TextRequest:
     The arguments of `generate` of transformers, for a [`Generator`].
 
     Args:
-        input_ids (`torch.Tensor` of shape `(rows, length)`):
-            Prompts with their padding, on the host.
-        prompts (`list[list[int]]`):
-            Their tokens, each as often as completions of it are asked for.
-        config ([`~transformers.GenerationConfig`]):
-            What is generated.
-        prompt_lengths (`list[int]`):
-            Lengths that prompts are padded to, ascending.
+        input_ids (`torch.Tensor` of shape `(rows, length)`): Prompts with their padding, on the host.
+        prompts (`list[list[int]]`): Their tokens, each as often as completions of it are asked for.
+        config ([`~transformers.GenerationConfig`]): What is generated.
+        prompt_lengths (`list[int]`): Lengths that prompts are padded to, ascending.
     """
 
     input_ids: Tensor

@@ -115,7 +115,8 @@ def backward(request: dict, query, key, value, ids, output, sums, gradient):
     """Gradients of query, key and value, from what [`forward`] took and gave."""
     kernel = make_kernel(request, False)
     tensors = tuple(_pad(request, query, key, value, ids, output, sums, gradient))
-    settings = {name: value for name, value in kernel.kwargs.items() if name != "save_residuals"}
+    names = "mask_value is_mqa block_sizes residual_checkpoint_name mask_function attn_logits_soft_cap interpret"
+    settings = [kernel.kwargs[name] for name in names.split()]
 
     def differentiate(query, key, value, ids, output, sums, gradient):
         # What jax's own rule for derivatives calls with the residuals of its forward pass. It is here a program of its own.
@@ -123,16 +124,11 @@ def backward(request: dict, query, key, value, ids, output, sums, gradient):
             *(query, key, value, splash_attention_kernel.SegmentIds(ids, ids), None, output, sums),
             *(kernel.dq_mask_info, kernel.dkv_mask_info),
         )
-        return splash_attention_kernel._splash_attention_bwd(False, *_in_order(settings), residuals, gradient)[3:6]
+        return splash_attention_kernel._splash_attention_bwd(False, *settings, residuals, gradient)[3:6]
 
     with _scope(request, kernel, "backward"):
         gradients = jax.vmap(differentiate)(*tensors)
     return tuple(padded_gradient[:, :, : request["length"]] for padded_gradient in gradients)
-
-
-def _in_order(settings: dict) -> list:
-    names = "mask_value is_mqa block_sizes residual_checkpoint_name mask_function attn_logits_soft_cap interpret"
-    return [settings[name] for name in names.split()]
 
 
 def lower(function, platform: str, arguments: list) -> bytes:

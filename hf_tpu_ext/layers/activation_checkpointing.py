@@ -180,7 +180,9 @@ def recompute(module: nn.Module, backend: Backend, keeps_dots: bool, function: C
     # holds empty stores only: in the layer's own store there will be tensors of that graph, which would never be freed.
     stores = {place: leaf for place, leaf in enumerate(leaves) if _is_store(leaf)}
     contents, structure_of_contents = tree_flatten([dict(store) for store in stores.values()])
-    empty = {place: _empty_copy(store) for place, store in stores.items()}
+    empty = {place: copy(store) for place, store in stores.items()}
+    for store in empty.values():
+        store.clear()
     leaves = [empty.get(place, leaf) for place, leaf in enumerate(leaves)]
     num_leaves, leaves = len(leaves), leaves + contents
     # Keywords such as masks are the same for all layers. Only those with a gradient have to pass through autograd's function.
@@ -227,12 +229,6 @@ def recompute(module: nn.Module, backend: Backend, keeps_dots: bool, function: C
 def _is_store(value: Any) -> bool:
     """Whether a layer may write into an argument: a dictionary, or one of transformers' own."""
     return isinstance(value, MutableMapping)
-
-
-def _empty_copy(store: MutableMapping) -> MutableMapping:
-    empty = copy(store)
-    empty.clear()
-    return empty
 
 
 def checkpoint_layers(model: nn.Module, backend: Backend, keeps_dots: bool = False) -> int:

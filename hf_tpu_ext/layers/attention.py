@@ -58,12 +58,9 @@ def choose_attention(model: nn.Module, backend: Backend, setting: str = "auto") 
     transformers has registered, and that the model was loaded with, is kept: it may compute something of its own.
 
     Args:
-        model ([`~torch.nn.Module`]):
-            The model, or a wrapper of it.
-        backend ([`Backend`]):
-            The backend in use.
-        setting (`str`, *optional*, defaults to `"auto"`):
-            One of [`ATTENTIONS`].
+        model ([`~torch.nn.Module`]): The model, or a wrapper of it.
+        backend ([`Backend`]): The backend in use.
+        setting (`str`, *optional*, defaults to `"auto"`): One of [`ATTENTIONS`].
 
     Returns:
         `str`: Its name from now on.

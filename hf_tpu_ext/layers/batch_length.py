@@ -50,12 +50,9 @@ class BatchLength:
     BigBird's block-sparse attention, in which all tokens see the last block.
 
     Args:
-        models (`Sequence`):
-            Models that a step runs.
-        longest (`int`, *optional*):
-            The longest row that a step has; `None` if it is not known.
-        sees_padding (`str`, *optional*):
-            The class of a model that sees padding as tokens.
+        models (`Sequence`): Models that a step runs.
+        longest (`int`, *optional*): The longest row that a step has; `None` if it is not known.
+        sees_padding (`str`, *optional*): The class of a model that sees padding as tokens.
     """
 
     def __init__(self, models: Sequence[nn.Module], longest: int | None, sees_padding: str | None = None):
@@ -134,7 +131,9 @@ class BatchLength:
                 on_host(torch.zeros(1), torch.tensor([[last]]), **kwargs)
             # Of one row: what has as many as the batch is split over the chips.
             data |= {
-                (_KEY, place, name): value[None].clone() for name, value in on_host.named_buffers() if _is_used(name)
+                (_KEY, place, name): value[None].clone()
+                for name, value in on_host.named_buffers()
+                if name.endswith("inv_freq") and not name.endswith("original_inv_freq")
             }
         return data
 
@@ -175,10 +174,6 @@ class BatchLength:
         """Put noise for the length of a batch in the place of the hook of upstream that adds noise for its columns."""
         self._adds_noise = True
         handle.hooks_dict_ref()[handle.id] = partial(_add_noise, self.values)
-
-
-def _is_used(name: str) -> bool:
-    return name.endswith("inv_freq") and not name.endswith("original_inv_freq")
 
 
 @torch.no_grad()

@@ -142,12 +142,9 @@ class FrozenWeights:
     what it is already, and what an embedding yields is widened again. Parameters stay the same objects, so tied ones stay tied.
 
     Args:
-        model ([`~torch.nn.Module`]):
-            Model on the device.
-        backend ([`Backend`]):
-            The backend in use.
-        specs (`dict[str, tuple]`):
-            What each parameter is split by, as [`Backend.shard`] takes it.
+        model ([`~torch.nn.Module`]): Model on the device.
+        backend ([`Backend`]): The backend in use.
+        specs (`dict[str, tuple]`): What each parameter is split by, as [`Backend.shard`] takes it.
     """
 
     def __init__(self, model: nn.Module, backend: Backend, specs: dict[str, tuple]):

@@ -17,15 +17,8 @@ _CAPTURES = "transformers.utils.output_capturing"
 
 class Pattern(NamedTuple):
     """
-    How layers repeat: `num_periods` times a period, from layer `first` on. A period is several runs of layers that are the same.
-
-    Args:
-        first (`int`):
-            The first layer.
-        runs (`tuple[int, ...]`):
-            Layers of each run.
-        num_periods (`int`):
-            How often the period comes.
+    How layers repeat: `num_periods` times a period, from layer `first` on. A period is several runs of layers that
+    are the same; `runs` has the number of layers of each.
     """
 
     first: int
@@ -111,14 +104,9 @@ def find_layers(model: nn.Module) -> tuple[nn.Module, str] | None:
 
 def find_patterns(length: int, differ: Callable[[int, int], str | None]) -> list[Pattern]:
     """
-    Find the patterns that leave the fewest layers to be compiled: those of a period that repeats, and runs of the same layer
-    before and after. None where nothing repeats.
-
-    Args:
-        length (`int`):
-            How many layers there are.
-        differ (`Callable[[int, int], str | None]`):
-            Says how a layer differs from an earlier one, given the numbers of both.
+    Find the patterns of so many layers that leave the fewest to be compiled: those of a period that repeats, and
+    runs of the same layer before and after. None where nothing repeats. `differ` says how a layer differs from an
+    earlier one, given the numbers of both.
     """
     first_of_kind: list[int] = []
     kinds: list[int] = []

@@ -197,7 +197,8 @@ class LayerStack(CalledLayers):
     ) -> Tensor:
         if number == self.patterns[0].first:
             # Once for all: the gradient of each part by itself would be as large as the whole.
-            parts = self._parts_of_weights() if self._read is None else iter(self._read)
+            weights = (weight for template in self._templates for weight in template.weights())
+            parts = chain.from_iterable(map(Tensor.unbind, weights)) if self._read is None else iter(self._read)
             self._parts_of_stacked = {
                 name: list(islice(parts, len(template.numbers)))
                 for template in self._templates
@@ -211,9 +212,6 @@ class LayerStack(CalledLayers):
         if number == self.patterns[-1].end - 1:
             self._parts_of_stacked = {}
         return functional_call(layer, parts, (hidden, *args), kwargs)
-
-    def _parts_of_weights(self) -> Iterator[Tensor]:
-        return chain.from_iterable(weight.unbind() for template in self._templates for weight in template.weights())
 
 
 def _names_of_layers(template: Template, name: str) -> list[str]:

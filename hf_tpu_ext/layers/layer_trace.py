@@ -25,22 +25,11 @@ _MOST_ELEMENTS = 64
 
 class LayerTraces:
     """
-    The functions that the layers of a model are, as one forward pass has recorded them on a device that records operators.
+    The functions that the layers of a model are, as one forward pass has recorded them on a device that records
+    operators. `refusal` says why there is nothing to compare.
 
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The model.
-        place (`tuple[torch.nn.Module, str]`):
-            The module that has its layers, and under which name.
-        backend ([`Backend`]):
-            The backend in use.
-        dtype (`torch.dtype`, *optional*):
-            What autocast computes in.
-        is_routed (`bool`, *optional*, defaults to `False`):
-            Whether the model will be asked for the logits of its routers, whatever its configuration says.
-
-    Attributes:
-        refused (`str`, *optional*): Why there is nothing to compare.
+    `place` is the module that has the layers, and under which name; `dtype` what autocast computes in. `is_routed`
+    says that the model will be asked for the logits of its routers, whatever its configuration is.
     """
 
     def __init__(

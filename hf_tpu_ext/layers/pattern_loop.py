@@ -33,14 +33,10 @@ class Template:
     of its parameters and buffers it has all of theirs, stacked.
 
     Args:
-        numbers (`list[int]`):
-            The layers that it computes for.
-        layer ([`~torch.nn.Module`]):
-            The first of them.
-        derivations (`Derivations`):
-            Tensors that are computed from frozen parameters when a layer begins.
-        plain (`Collection[torch.nn.Linear]`):
-            As [`~hf_tpu_ext.layers.layer_scan.LayerStack`] takes it.
+        numbers (`list[int]`): The layers that it computes for.
+        layer ([`~torch.nn.Module`]): The first of them.
+        derivations (`Derivations`): Tensors that are computed from frozen parameters when a layer begins.
+        plain (`Collection[torch.nn.Linear]`): As [`~hf_tpu_ext.layers.layer_scan.LayerStack`] takes it.
     """
 
     def __init__(self, numbers: list[int], layer: nn.Module, derivations: Derivations, plain: Collection[nn.Linear]):
@@ -178,7 +174,12 @@ class PatternLoop:
         self, hidden: Tensor, calls: Sequence[tuple[tuple, dict[str, Any]]], cache: StaticKeyValueCache
     ) -> Tensor:
         # Each iteration would compute anew what the loop does not carry.
-        leaves, structure = tree_flatten([(args, _without_cache(kwargs)) for args, kwargs in calls])
+        leaves, structure = tree_flatten(
+            [
+                (args, {name: value for name, value in kwargs.items() if not isinstance(value, Cache)})
+                for args, kwargs in calls
+            ]
+        )
         is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
         (cache_name,) = (name for name, value in calls[0][1].items() if value is cache)
         loops = self._backend.loops
@@ -278,10 +279,6 @@ def place_of(layer: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str
     path, _, attribute = name.rpartition(".")
     module = layer.get_submodule(path)
     return (module._parameters if attribute in module._parameters else module._buffers), attribute
-
-
-def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in kwargs.items() if not isinstance(value, Cache)}
 
 
 def _are_same(*arguments: Any) -> bool:

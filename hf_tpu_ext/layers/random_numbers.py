@@ -28,12 +28,9 @@ class RandomSeeds:
     """
     The seeds of a run, on the host: one for each program that may draw random numbers.
 
-    Those of training follow from `count`, the micro-steps that were taken, which a checkpoint keeps. Others, as of an evaluation,
-    leave it as it is, so that training does not depend on how often it is evaluated.
-
-    Args:
-        seed (`int`):
-            `seed` of the run.
+    Those of training follow from the run's `seed` and from `count`, the micro-steps that were taken, which a
+    checkpoint keeps. Others, as of an evaluation, leave it as it is, so that training does not depend on how often
+    it is evaluated.
     """
 
     def __init__(self, seed: int):

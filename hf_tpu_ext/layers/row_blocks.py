@@ -15,16 +15,9 @@ _BLOCK_TOKENS = 4096
 
 class RowBlocks:
     """
-    How a batch is cut into blocks of rows, and the loop over them. With one block nothing is cut, and there is no loop.
-
-    Args:
-        backend ([`Backend`]):
-            The backend in use.
-        rows, length (`int`):
-            Shape of the batch. A row is in one block.
-        wanted (`bool`, *optional*, defaults to `True`):
-            Whether there may be several blocks. There are not where the partitioner splits rows over chips: those of a
-            block would be on some of the chips.
+    How a batch of so many rows, each of which is in one block, is cut into blocks, and the loop over them. With one
+    block nothing is cut, and there is no loop: so it is unless `is_enabled`, and where the partitioner splits rows
+    over chips, since those of a block would be on some of the chips.
     """
 
     def __init__(self, backend: Backend, rows: int, length: int, is_enabled: bool = True):

@@ -13,13 +13,8 @@ from .token_mask import TokenMask
 
 class SharedPrompts(NamedTuple):
     """
-    How rows that begin with the same prompt are one row: the prompt, and then all completions of it.
-
-    Args:
-        length (`int`):
-            Tokens of a prompt.
-        completions (`int`):
-            How many completions a prompt has.
+    How rows that begin with the same prompt, of `length` tokens, are one row: the prompt, and then all `completions`
+    of it.
     """
 
     length: int

@@ -45,21 +45,9 @@ def compile_programs(
     programs: Sequence[TracedProgram], topology: Topology, jobs: int = 1
 ) -> Iterator[CompiledProgram]:
     """
-    Compile programs for a TPU.
-
-    Args:
-        programs (`Sequence[TracedProgram]`):
-            The programs.
-        topology ([`Topology`]):
-            The TPU.
-        jobs (`int`, *optional*, defaults to `1`):
-            How many to compile at once.
-
-    Yields:
-        [`CompiledProgram`]: Each as soon as it and those before it are compiled.
-
-    Raises:
-        `ValueError`: The compiler was stopped, which is mostly for want of memory, or does not know the topology.
+    Compile programs for a TPU, so many `jobs` at once. Yields each as soon as it and those before it are compiled.
+    Raises `ValueError` where the compiler was stopped, which is mostly for want of memory, or does not know the
+    topology.
     """
     with ThreadPoolExecutor(jobs) as pool:
         yield from pool.map(lambda program: _compile(program, topology), programs)

@@ -68,32 +68,19 @@ class Plan:
     What is known of a run before it.
 
     Args:
-        title (`str`):
-            Which run.
-        facts (`dict[str, str]`):
-            What a person should know of it (model, precision, ...), in the order of the page.
-        topology ([`Topology`]):
-            The TPU.
-        programs (`list[CompiledProgram]`):
-            Its programs. None, where the compiler is missing.
-        versions (`dict[str, str]`):
-            Versions of the packages that made the plan.
-        gradient_accumulation_steps (`int`, *optional*, defaults to `1`):
-            Micro-steps of an optimizer step.
-        optimizer_steps (`int`, *optional*):
-            Optimizer steps of the run.
-        token_share (`float`, *optional*):
-            Share of tokens that are not padding.
-        generations ([`Generations`], *optional*):
-            How often completions are generated.
-        price ([`Price`], *optional*):
-            What a chip costs.
-        trials (`list[Trial]`, *optional*):
-            Variants that are worth it, of those that were tried.
-        advice (`list[str]`, *optional*):
-            What to change.
-        unknown (`list[str]`, *optional*):
-            What could not be found out, besides what a program says.
+        title (`str`): Which run.
+        facts (`dict[str, str]`): What a person should know of it (model, precision, ...), in the order of the page.
+        topology ([`Topology`]): The TPU.
+        programs (`list[CompiledProgram]`): Its programs. None, where the compiler is missing.
+        versions (`dict[str, str]`): Versions of the packages that made the plan.
+        gradient_accumulation_steps (`int`, *optional*, defaults to `1`): Micro-steps of an optimizer step.
+        optimizer_steps (`int`, *optional*): Optimizer steps of the run.
+        token_share (`float`, *optional*): Share of tokens that are not padding.
+        generations ([`Generations`], *optional*): How often completions are generated.
+        price ([`Price`], *optional*): What a chip costs.
+        trials (`list[Trial]`, *optional*): Variants that are worth it, of those that were tried.
+        advice (`list[str]`, *optional*): What to change.
+        unknown (`list[str]`, *optional*): What could not be found out, besides what a program says.
     """
 
     title: str

@@ -155,6 +155,11 @@ class TracingMixin(EveryLengthMixin):
         if steps is None and rows is not None:
             steps = max(1, int(-(-rows // self.chips.rows_per_step) * self.args.num_train_epochs))
         parameters, num_trained = count_parameters(self.model)
+        generations = None
+        if self.generates:
+            rows_of_steps, num_steps = self.rows_of_a_step()
+            times = rows_of_steps * self.num_generations // self.generation_rows
+            generations = Generations(times / num_steps, self.generation_rows)
         return Run(
             config=self.model.config,
             parameters=parameters,
@@ -175,17 +180,12 @@ class TracingMixin(EveryLengthMixin):
             is_quantized=bool(names_of_packed(self.model)),
             other_passes=self._runs_other_passes,
             attention="slices" if is_sliced(self.model) else "splash",
-            generations=self._describe_generations() if self.generates else None,
+            generations=generations,
         )
-
-    def _describe_generations(self) -> Generations:
-        rows, steps = self.rows_of_a_step()
-        generations = rows * self.num_generations // self.generation_rows
-        return Generations(generations / steps, self.generation_rows)
 
     def prepare_reward(self, function: Callable, name: str) -> Callable:
         # There is no text. Reward models are programs.
-        return _no_rewards
+        return lambda completions, **kwargs: [0.0] * len(completions)
 
     def end_program(
         self,
@@ -251,10 +251,6 @@ class TracingMixin(EveryLengthMixin):
     def _finalize_training(self, *args):
         # Within training, where frozen weights have the dtype that they are trained beside.
         raise Traced(list(self._traced_programs.values()), self._describe_run())
-
-
-def _no_rewards(completions: Sequence[Any], **kwargs) -> list[float]:
-    return [0.0] * len(completions)
 
 
 def trace_run(train: Callable[[Callable[[type], type]], Any]) -> tuple[list[TracedProgram], Run]:

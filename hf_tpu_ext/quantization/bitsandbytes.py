@@ -87,7 +87,10 @@ def _pack_4bit(layer: Any, backend: Backend) -> nn.Module:
     packed = {"words": words.t().contiguous()}
     if state.nested:
         packed |= {
-            "scale_codes": _in_groups(state.absmax),
+            # In rows of those that are quantized together, the last one filled up.
+            "scale_codes": nn.functional.pad(state.absmax.flatten(), (0, -state.absmax.numel() % _NESTED_BLOCK)).view(
+                -1, _NESTED_BLOCK
+            ),
             "scale_code": state.state2.code.float(),
             "scale_scales": state.state2.absmax.float(),
             "scale_offset": state.offset.float(),
@@ -98,11 +101,6 @@ def _pack_4bit(layer: Any, backend: Backend) -> nn.Module:
     return PackedLinear4bit(
         shape, packed, layer.bias, table, state.blocksize, state.dtype, layer.compute_dtype, backend
     )
-
-
-def _in_groups(codes: Tensor) -> Tensor:
-    """Codes of scales in rows of those that are quantized together, the last one filled up."""
-    return nn.functional.pad(codes.flatten(), (0, -codes.numel() % _NESTED_BLOCK)).view(-1, _NESTED_BLOCK)
 
 
 def _plan_4bit(layer: Any, backend: Backend) -> nn.Module:

@@ -22,10 +22,8 @@ class PackedLinear(nn.Module, ABC):
     They are parameters, although they are not trained, to be split over chips and stacked by layers as others are.
 
     Args:
-        packed (`dict[str, torch.Tensor]`):
-            What the weight is unpacked from, by name.
-        bias ([`~torch.nn.Parameter`], *optional*):
-            The bias, `(out_features,)`.
+        packed (`dict[str, torch.Tensor]`): What the weight is unpacked from, by name.
+        bias ([`~torch.nn.Parameter`], *optional*): The bias, `(out_features,)`.
     """
 
     in_features: int

@@ -161,19 +161,7 @@ class Run:
 
 
 def read_run(directory: str | Path) -> Run:
-    """
-    Read the record of a run.
-
-    Args:
-        directory (`str` or `Path`):
-            Its output directory.
-
-    Returns:
-        [`Run`]: The run.
-
-    Raises:
-        `ValueError`: The directory holds none.
-    """
+    """Read the record of a run from its output directory. Raises `ValueError` where the directory holds none."""
     path = Path(directory, RECORD_NAME)
     try:
         lines = path.read_bytes().splitlines()

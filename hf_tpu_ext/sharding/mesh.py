@@ -38,19 +38,9 @@ def parse_mesh(mesh: str) -> dict[str, int | None]:
 
 def resolve_mesh(mesh: str | None, num_chips: int) -> dict[str, int]:
     """
-    Give every axis its size on the chips that are there.
-
-    Args:
-        mesh (`str`, *optional*):
-            As [`parse_mesh`] takes it; data parallel by default.
-        num_chips (`int`):
-            Chips of the run.
-
-    Returns:
-        `dict[str, int]`: Size of every axis of [`AXES`], in their order. Their product is `num_chips`.
-
-    Raises:
-        `ValueError`: The mesh is malformed, or its sizes do not make up the chips.
+    Give every axis of [`AXES`] its size on the chips that are there, in their order: of a mesh as [`parse_mesh`]
+    takes it, data parallel by default. The product is `num_chips`. Raises `ValueError` where the mesh is malformed,
+    or its sizes do not make up the chips.
     """
     axes = parse_mesh(mesh or "data")
     declared_chips = math.prod(size for size in axes.values() if size)

@@ -63,10 +63,8 @@ class ShardingPlan:
     Gradients and optimizer moments are split as their parameter is.
 
     Args:
-        model ([`~torch.nn.Module`]):
-            The model, on any device.
-        mesh (`dict[str, int]`):
-            Size of each axis.
+        model ([`~torch.nn.Module`]): The model, on any device.
+        mesh (`dict[str, int]`): Size of each axis.
 
     Attributes:
         parameters (`list[PlannedParameter]`): The parameters, in the model's order; tied ones once.
@@ -174,20 +172,8 @@ def advise_sharding(
     model: nn.Module, mesh: dict[str, int], memory_per_chip: int, has_average: bool = False
 ) -> str | None:
     """
-    A line for a run whose weights and state alone are more than a chip holds.
-
-    Args:
-        model ([`~torch.nn.Module`]):
-            The model, on any device.
-        mesh (`dict[str, int]`):
-            Size of each axis.
-        memory_per_chip (`int`):
-            Bytes that a chip holds.
-        has_average (`bool`, *optional*, defaults to `False`):
-            Whether there is an average of the trained weights.
-
-    Returns:
-        `str` or `None`: What to set; `None` where it fits.
+    A line for a run whose weights and state alone, with an average of the trained weights if it `has_average`, are
+    more than the `memory_per_chip` in bytes: what to set. `None` where they fit.
     """
     num_bytes = ShardingPlan(model, mesh).state_bytes_per_chip(has_average)
     if num_bytes <= memory_per_chip:

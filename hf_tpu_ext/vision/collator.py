@@ -32,20 +32,13 @@ class ImageCollator(WrappedCollator):
     Images for which a row has no room are one, too. Batches without any image are left as they are.
 
     Args:
-        collator ([`StaticShapeCollator`]):
-            Data collator to wrap.
-        family ([`ImageFamily`]):
-            How the model takes images.
-        room (`int`):
-            How many image tokens a row may have.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            What shows the text of a row in a message.
-        config_name (`str`):
-            Class of the arguments that have `max_length` and `image_tokens`, for messages.
-        max_length (`int`):
-            Tokens that upstream truncates rows to.
-        text_field (`str`, *optional*, defaults to `"text"`):
-            The column of rows that are plain text.
+        collator ([`StaticShapeCollator`]): Data collator to wrap.
+        family ([`ImageFamily`]): How the model takes images.
+        room (`int`): How many image tokens a row may have.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): What shows the text of a row in a message.
+        config_name (`str`): Class of the arguments that have `max_length` and `image_tokens`, for messages.
+        max_length (`int`): Tokens that upstream truncates rows to.
+        text_field (`str`, *optional*, defaults to `"text"`): The column of rows that are plain text.
     """
 
     def __init__(

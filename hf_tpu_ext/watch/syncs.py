@@ -101,10 +101,8 @@ class SyncMonitor(TrainerCallback):
     calls of the next steps are watched until one of them reads.
 
     Args:
-        backend ([`Backend`]):
-            The backend in use.
-        watch ([`ProgramWatch`]):
-            Counts and explains the programs of the run.
+        backend ([`Backend`]): The backend in use.
+        watch ([`ProgramWatch`]): Counts and explains the programs of the run.
     """
 
     def __init__(self, backend: Backend, watch: ProgramWatch):
