@@ -10,10 +10,11 @@ import torch
 from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+import hf_tpu_ext
 from hf_tpu_ext import TPUSFTConfig
 from hf_tpu_ext.report.record import RECORD_NAME, read_run
 from hf_tpu_ext.trainers import ExtensionArguments
-from hf_tpu_ext.trainers.run.facts import _settings_of_adapter
+from hf_tpu_ext.trainers.run.facts import _changed_fields, _settings_of_adapter
 from hf_tpu_ext.watch.compilations import TooManyRecompiles
 
 
@@ -54,6 +55,8 @@ def test_a_run_leaves_its_report(runs, capsys):
     assert facts["model"]["trained"] < facts["model"]["parameters"]
     assert {"max_steps", "learning_rate", "hub_token"} <= set(facts["changed"]) and "weight_decay" in facts["changed"]
     assert "adam_beta1" not in facts["changed"]
+    # Left out, upstream makes `True` of it.
+    assert "bf16" in facts["changed"]
     assert facts["arguments"]["peft_config.r"] == 3 and "peft_config.r" in facts["changed"]
     assert {"torch", "transformers", "trl", "hf_tpu_ext", "python"} <= facts["versions"].keys()
     text = (runs.output_dir / "report.html").read_text() + (runs.output_dir / "report.md").read_text()
@@ -97,6 +100,19 @@ def test_upstreams_config_has_a_report(runs, monkeypatch, backend):
     runs.ours(max_steps=2, use_cpu=backend == "cpu")
     assert (runs.output_dir / "report.html").is_file()
     assert read_run(runs.output_dir).begin["backend"]["name"] == backend
+
+
+@pytest.mark.parametrize("use_cpu", [False, True])
+@pytest.mark.parametrize("name", [name for name in hf_tpu_ext.__all__ if name.endswith(("Config", "Arguments"))])
+def test_what_was_left_out_is_not_listed(tmp_path, name, use_cpu):
+    config_cls = getattr(hf_tpu_ext, name)
+    settings = config_cls(output_dir=str(tmp_path), use_cpu=use_cpu)
+    assert _changed_fields(settings) == ["output_dir"] + ["use_cpu"] * use_cpu
+    # What it takes with others: their values were not left out either.
+    settings = config_cls(
+        str(tmp_path), gradient_checkpointing=not config_cls.gradient_checkpointing, eval_strategy="epoch"
+    )
+    assert _changed_fields(settings) == ["output_dir", "activation_checkpointing", "eval_strategy"]
 
 
 def test_what_was_set_of_an_adapter(tiny_model):

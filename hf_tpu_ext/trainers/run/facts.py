@@ -1,6 +1,6 @@
 """What the start of a run prints about it, and what its record keeps."""
 
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from dataclasses import MISSING, asdict, fields
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -24,6 +24,24 @@ from ..checks.datasets import named_datasets
 from ..configs import ExtensionArguments
 
 
+# What upstream makes of fields that were left out, where that is not their default.
+_LEFT_OUT: dict[str, Callable[[Any], Any]] = {
+    "activation_checkpointing": lambda args: bool(type(args).gradient_checkpointing),
+    "bf16": lambda args: not args.fp16,
+    "dataloader_pin_memory": lambda args: not args.use_cpu,
+    "disable_tqdm": lambda args: False,
+    "do_eval": lambda args: args.eval_strategy != "no",
+    "eval_steps": lambda args: args.logging_steps,
+    "generation_batch_size": lambda args: (
+        args.per_device_train_batch_size * args.world_size * args.steps_per_generation
+    ),
+    # The former name of the first one.
+    "gradient_checkpointing": lambda args: vars(args).get("activation_checkpointing"),
+    "greater_is_better": lambda args: not args.metric_for_best_model.endswith("loss"),
+    "metric_for_best_model": lambda args: "loss",
+    "pad_to_multiple_of": lambda args: None,
+    "steps_per_generation": lambda args: args.gradient_accumulation_steps,
+}
 # Of an adapter's config, what PEFT sets by itself.
 _OF_THE_MODEL = ("auto_mapping", "base_model_name_or_path", "peft_type", "peft_version", "task_type")
 _PACKAGES = ("torch", "torch_xla", "libtpu", "transformers", "trl", "accelerate", "peft", "datasets")
@@ -120,13 +138,15 @@ def find_versions() -> dict[str, str]:
 
 
 def _changed_fields(settings: TrainingArguments | PeftConfig) -> list[str]:
-    """Names of the fields whose value a person has set: it is not the default."""
+    """Names of the fields whose value a person has set: it is not the one that they have when they are left out."""
     names = []
     for field in fields(settings):
         value = vars(settings)[field.name]
         default = field.default if field.default_factory is MISSING else field.default_factory()
-        # Upstream makes these two of what was left out.
-        if value != default and value != [] and not isinstance(value, AcceleratorConfig):
+        # Upstream makes the last two of what was left out, too.
+        if value == default or value == [] or isinstance(value, AcceleratorConfig):
+            continue
+        if field.name not in _LEFT_OUT or value != _LEFT_OUT[field.name](settings):
             names.append(field.name)
     return names
 
