@@ -318,7 +318,7 @@ REPLACED = (
 WITHOUT_EFFECT = (
     *at(
         lambda place: place.static_shapes and place.traces_steps,
-        without_effect("save_on_each_node", "the first host writes for all", becomes=False),
+        without_effect("save_on_each_node", "the first host writes for all", values="with torch_xla", becomes=False),
     ),
     without_effect("fp16_full_eval", "evaluation computes as training does", becomes=False),
     without_effect("bf16_full_eval", "with bf16=True, evaluation already computes in bfloat16", becomes=False),
