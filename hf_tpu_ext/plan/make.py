@@ -62,6 +62,7 @@ def make_plan(
         programs=plans,
         versions={name: version(name) for name in ("torch_xla", "transformers", "trl")}
         | (required_versions() if missing is None else {}),
+        parameters=(run.parameters, run.trained_parameters),
         gradient_accumulation_steps=run.gradient_accumulation_steps,
         optimizer_steps=run.optimizer_steps,
         token_share=run.token_share,

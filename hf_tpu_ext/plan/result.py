@@ -73,6 +73,7 @@ class Plan:
         topology ([`Topology`]): The TPU.
         programs (`list[CompiledProgram]`): Its programs. None, where the compiler is missing.
         versions (`dict[str, str]`): Versions of the packages that made the plan.
+        parameters (`tuple[int, int]`, *optional*): Parameters of the model, and how many of them are trained.
         gradient_accumulation_steps (`int`, *optional*, defaults to `1`): Micro-steps of an optimizer step.
         optimizer_steps (`int`, *optional*): Optimizer steps of the run.
         token_share (`float`, *optional*): Share of tokens that are not padding.
@@ -88,6 +89,7 @@ class Plan:
     topology: Topology
     programs: list[CompiledProgram]
     versions: dict[str, str]
+    parameters: tuple[int, int] | None = None
     gradient_accumulation_steps: int = 1
     optimizer_steps: int | None = None
     token_share: float | None = None

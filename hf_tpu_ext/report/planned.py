@@ -53,19 +53,31 @@ def compare_if_planned(run: Run, directory: str | Path) -> Section | None:
 def compare_with_plan(run: Run, plan: Mapping[str, Any]) -> Section:
     """
     Put what was planned, see [`read_plan`], beside what a run measured, in a table. What either does not know is left
-    empty.
+    empty. Where the plan is of another model or other chips, a line says so, and there is no table.
     """
     estimates, chip, backend = plan["derived"], plan["topology"]["chip"], run.begin["backend"]
-    model = run.begin["model"]
+    model, chips = run.begin["model"], math.prod(plan["topology"]["layout"])
     section = Section(
-        _TITLE, [f"Planned: {plan['facts']['model']}. Run: {model['name']}, {model['parameters']:,} parameters."]
+        _TITLE,
+        [
+            f"Planned: {plan['facts']['model']}, for {plan['topology']['name']} ({chips} of {chip['title']}). Run: "
+            f"{model['name']}, {model['parameters']:,} parameters, {model['trained']:,} trained, on {backend['chips']} of "
+            f"{backend['device']}."
+        ],
     )
-    chips = math.prod(plan["topology"]["layout"])
+    others = []
+    # Plans of earlier versions have no numbers. Tokens that a run adds make its model a little larger.
+    counts = zip(plan.get("parameters") or (), (model["parameters"], model["trained"]), strict=False)
+    if not all(math.isclose(*pair, rel_tol=0.01) for pair in counts):
+        others.append("another model")
     if (chip["title"], chips) != (backend["device"], backend["chips"]):
+        others.append("other chips")
+    if others:
         section.lines.append(
-            f"Planned for {plan['topology']['name']} ({chips} of {chip['title']}), and run on {backend['chips']} of "
-            f"{backend['device']}: memory, times and MFU are those of other chips."
+            f"They are not compared: the plan's memory and times are those of {' and '.join(others)}. Plan what was run: hf-tpu plan "
+            "RECIPE --topology TOPOLOGY --json FILE"
         )
+        return section
     memory, seconds = run.peak_memory, run.middle("step_time")
     rate, utilization = run.middle("padded_tokens_per_second"), run.middle("mfu")
     tokens, all_tokens = (sum(counts[index] for counts in run.batches.values()) for index in (1, 2))

@@ -20,7 +20,7 @@ MEASURED = {"step_time": 0.25, "padded_tokens_per_second": 131072.0, "mfu": 0.4,
 def write_plan():
     """Writes the plan of a run: at 1.5 GHz its step takes 0.2 s."""
 
-    def write(path, topology="v5e-8", programs=None):
+    def write(path, topology="v5e-8", programs=None, parameters=(1000, 10)):
         program = CompiledProgram(
             "training step",
             (32, 1024),
@@ -37,6 +37,7 @@ def write_plan():
             find_topology(topology),
             chosen,
             {},
+            parameters,
             optimizer_steps=40,
             token_share=0.5,
         )
@@ -65,8 +66,7 @@ def test_the_plan_in_the_directory_of_the_run(write_run, write_plan, tmp_path):
     # Of the made batches, 1000 of 1408 tokens are no padding; the plan knows of half.
     assert shown["MFU, without padding"] == ("25 %", "28.4 %")
     assert shown["graphs"] == ("1", "1")
-    assert "Planned: qwen3, 606 M parameters. Run: " in page.read_text()
-    assert "Planned and measured" in page.read_text() and "Planned for" not in page.read_text()
+    assert "Planned: qwen3, 606 M parameters, for v5e-8 (8 of TPU v5e). Run: " in page.read_text()
 
 
 def test_what_a_trainer_prints(write_run, write_plan, tmp_path):
@@ -74,17 +74,33 @@ def test_what_a_trainer_prints(write_run, write_plan, tmp_path):
     assert describe_ended_run(run) == f"Report: {run / 'report.html'}"
     write_plan(run / "plan.json")
     printed = describe_ended_run(run)
-    assert "Planned and measured:\n  Planned: qwen3, 606 M parameters. Run: " in printed
-    assert " parameters.\n  peak HBM per chip: 2.60 GB measured; planned 2.50 GB\n" in printed
+    assert "Planned and measured:\n  Planned: qwen3, 606 M parameters, for v5e-8 (8 of TPU v5e). Run: " in printed
+    assert " on 8 of TPU v5e.\n  peak HBM per chip: 2.60 GB measured; planned 2.50 GB\n" in printed
 
 
-def test_another_device_is_said(write_run, write_plan, tmp_path):
-    run = write_run(tmp_path / "run")
-    page = make_report([run], plan=write_plan(tmp_path / "other.json", "v6e-4"))
-    text = page.with_suffix(".md").read_text()
-    assert "Planned for v6e-4 (4 of TPU v6e), and run on 8 of TPU v5e" in text
-    # Nothing was measured by that name.
-    assert rows(page)["MFU, with padding"][1] == ""
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"topology": "v6e-4"}, "other chips"),
+        ({"parameters": (596_000_000, 10)}, "another model"),
+        # The same model with an adapter, and with all of it trained.
+        ({"parameters": (1000, 1000)}, "another model"),
+        ({"topology": "v5e-4", "parameters": (500, 10)}, "another model and other chips"),
+    ],
+)
+def test_a_plan_of_something_else_is_not_compared(write_run, write_plan, tmp_path, facts, words):
+    run = write_run(tmp_path / "run", logs=MEASURED)
+    page = make_report([run], plan=write_plan(tmp_path / "other.json", **facts))
+    text = page.with_suffix(".md").read_text().split("## Planned and measured")[1].split("\n## ")[0]
+    assert f"They are not compared: the plan's memory and times are those of {words}. Plan what was run" in text
+    assert "Run: tiny, 1,000 parameters, 10 trained, on 8 of TPU v5e." in text and "|" not in text
+
+
+@pytest.mark.parametrize("parameters", [None, (1005, 10)])
+def test_a_plan_without_numbers_or_before_a_few_more_tokens_is_compared(write_run, write_plan, tmp_path, parameters):
+    run = write_run(tmp_path / "run", logs=MEASURED)
+    write_plan(run / "plan.json", parameters=parameters)
+    assert rows(make_report([run]))["graphs"] == ("1", "1")
 
 
 def test_a_plan_that_the_compiler_refused(write_run, write_plan, tmp_path):
