@@ -209,7 +209,7 @@ def _explicit(name: str, setting: str) -> Backend:
                 "auto-detect, or 'cpu'."
             )
         return CUDABackend(f"{setting} was asked for")
-    return CPUBackend(f"{setting} was asked for")
+    return CPUBackend(f"{setting}, or use_cpu, was asked for")
 
 
 def _switch_off_upstream_xla() -> None:

@@ -7,22 +7,16 @@ import os
 import shlex
 import socket
 import sys
-from itertools import chain
-from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from ..errors import UserError
-from ..hub_names import may_be_on_hub
-from .recipe import Recipe, hint_at_similar
+from ..hub_names import hint_at_similar, lacks_tokenizer, may_be_on_hub
+from .recipe import Recipe
 
 
 #: Keys that take a directory, or the name of something on the hub.
 _KEYS = ("dataset_name", "model_name_or_path", "teacher_model_name_or_path", "kd_teacher")
-
-
-# Files of tokenizers, by name.
-_OF_TOKENIZERS = ("*token*", "*vocab*", "*.model", "*.tiktoken", "tekken.json")
 
 
 class NoSuchPath(UserError):
@@ -39,8 +33,11 @@ def check_paths(recipe: Recipe, reads_data: bool = True) -> None:
         value = recipe.get(key)
         if key == "dataset_name" and isinstance(value, str) and os.path.isfile(value):
             _refuse_file(recipe, value)
-        if key == "model_name_or_path" and isinstance(value, str):
-            _check_tokenizer(recipe, Path(value))
+        if key == "model_name_or_path" and isinstance(value, str) and lacks_tokenizer(value):
+            raise NoSuchPath(
+                f"{recipe.where(key)}: the directory {value!r} has a model's config.json, and no tokenizer. Copy the model's own beside "
+                "it (tokenizer.json, tokenizer_config.json, chat_template.jinja)."
+            )
         if not isinstance(value, str) or "://" in value or os.path.exists(value):
             continue
         message = f"{recipe.where(key)}: {key} is {value!r}, and there is no such file or directory in {os.getcwd()}, where paths begin."
@@ -80,14 +77,6 @@ def _reaches(address: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def _check_tokenizer(recipe: Recipe, directory: Path) -> None:
-    if (directory / "config.json").is_file() and not any(chain.from_iterable(map(directory.glob, _OF_TOKENIZERS))):
-        raise NoSuchPath(
-            f"{recipe.where('model_name_or_path')}: the directory {str(directory)!r} has a model's config.json, and no tokenizer. Copy "
-            "the model's own beside it (tokenizer.json, tokenizer_config.json, chat_template.jinja)."
-        )
 
 
 def _refuse_file(recipe: Recipe, file: str) -> None:

@@ -1,6 +1,5 @@
 """A recipe: the YAML file that `trl` takes, and the command line that overrides it. Read before PyTorch is imported."""
 
-import difflib
 import os
 import re
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from typing import Any
 import yaml
 
 from ..errors import UserError
+from ..hub_names import hint_at_similar
 from ..yes_no import YES
 
 
@@ -178,14 +178,6 @@ def with_underscores(word: str) -> str:
     """A word of a command line; the name of an option, `--output-dir`, is spelled as it is declared, `--output_dir`."""
     name, equals, value = word.partition("=")
     return "--" + name[2:].replace("-", "_") + equals + value if name.startswith("--") else word
-
-
-def hint_at_similar(path: str) -> str:
-    """Of a path that is not there, the end of a message: what is there with a close name, if anything."""
-    directory, name = os.path.split(path.rstrip("/"))
-    inside = os.listdir(directory or ".") if os.path.isdir(directory or ".") else []
-    near = difflib.get_close_matches(name, inside, n=1, cutoff=0.75)
-    return f" Did you mean {os.path.join(directory, near[0])!r}?" if near else ""
 
 
 def _keys_of(argv: list[str]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from .broken_rows import naming_broken_rows
 from .launch import start_processes
 from .recipe import Recipe, load_recipe
 from .recipe_parser import RecipeParser
+from .reward_functions import check_reward_functions
 from .swap import TRAINERS
 
 
@@ -135,6 +136,8 @@ class TRLScript:
                 "reward_funcs, the functions that score completions, is missing. For example: --reward_funcs accuracy_reward, or a "
                 "function of yours: --reward_funcs my_rewards.is_short, or a reward model: --reward_model_name_or_path MODEL"
             )
+        if self.rewards:
+            check_reward_functions(script_args.reward_funcs or ())
         if self.trains_head and model_args.use_peft and model_args.lora_task_type != "SEQ_CLS":
             raise UserError(
                 f"lora_task_type={model_args.lora_task_type!r} is for models that generate text, and does not keep the head of a reward "

@@ -32,7 +32,7 @@ from .checks.answers import Place
 from .checks.device import bind_device
 from .checks.fields import adapt
 from .checks.followed import FollowedArguments
-from .checks.settings import check_architecture, check_processes, split_by
+from .checks.settings import check_architecture, check_model_names, check_numbers, check_processes, split_by
 from .checks.upstream import check_columns, check_reference, check_trainer, loads_model, overrides_loss
 from .configs import ExtensionArguments, PredictedTextArguments
 from .run.chips import Chips
@@ -87,6 +87,8 @@ class SetUpMixin:
             loads_model=loads_model(args, arguments),
             overrides_loss=overrides_loss(type(self)),
         )
+        check_numbers(args)
+        check_model_names(arguments.arguments)
         self.compiled = adapt_arguments(args)
         quantization = None
         if self.backend.unknown_upstream:

@@ -173,7 +173,9 @@ def script(monkeypatch):
         ),
     ],
 )
-def test_training_command(script, command, options, fixes):
+def test_training_command(script, tmp_path, monkeypatch, command, options, fixes):
+    (tmp_path / "my_rewards.py").write_text("def is_short(completions, **kwargs): ...")
+    monkeypatch.syspath_prepend(tmp_path)
     assert_fixes(lambda **options: script(command, **options), options, *fixes)
 
 

@@ -218,7 +218,7 @@ def test_warmup_with_images(command, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--backend", "cpu"], "nothing is compiled on cpu (backend='cpu' was asked for)"),
+        (["--backend", "cpu"], "nothing is compiled on cpu (backend='cpu', or use_cpu, was asked for)"),
         ([], "this device (CPU, compiled by XLA) cannot load stored executables"),
         (["--compile_cache_dir", "off"], "compile_cache_dir (or HF_TPU_EXT_COMPILE_CACHE) is off. Leave it out"),
         (["--compile_cache_dir", "{}/model/config.json/cache"], "The compilation cache is off"),

@@ -179,6 +179,38 @@ def test_no_column_to_train_on(runs, form):
     refused(words, lambda: runs.ours(train=False, kwargs={"train_dataset": form(QUESTIONS)}))
 
 
+@pytest.mark.parametrize("role", ["asistant", "Assistant"])
+def test_a_role_with_a_typing_error(runs, role):
+    """Templates write any role: what it says would be no answer to learn."""
+    rows = [[{"role": "user", "content": "a"}, {"role": said, "content": "b"}] for said in ("assistant", role)]
+    data = Dataset.from_dict({"messages": rows})
+    refused(
+        [f"Row 1 of train_dataset has a message of the role {role!r}. Did you mean 'assistant'?"],
+        lambda: runs.ours(train=False, kwargs={"train_dataset": data}),
+    )
+    runs.ours(train=False, kwargs={"train_dataset": data.select([0])})
+
+
+def test_text_in_place_of_a_number(runs):
+    refused(
+        ["learning_rate='1e-2' is text", "learning_rate=1e-2"], lambda: runs.ours(train=False, learning_rate="1e-2")
+    )
+
+
+def test_a_model_that_is_not_there(runs, tmp_path):
+    (tmp_path / "model").mkdir()
+    args = runs.config(SFTConfig)
+    refused(
+        ["there is no such directory", f"Did you mean '{tmp_path / 'model'}'?"],
+        lambda: TPUSFTTrainer(str(tmp_path / "modle"), args, train_dataset=runs.train_dataset),
+    )
+    (tmp_path / "model" / "config.json").write_text((runs.model_dir / "config.json").read_text())
+    refused(
+        ["a model's config.json, and no tokenizer", "processing_class=AutoTokenizer.from_pretrained(...)"],
+        lambda: TPUSFTTrainer(str(tmp_path / "model"), args, train_dataset=runs.train_dataset),
+    )
+
+
 def test_a_column_with_a_typing_error(runs):
     data = Dataset.from_list([{"mesages": [{"role": "user", "content": "a"}]}])
     words = ["Did you mean 'messages'? Rename the column 'mesages'."]

@@ -100,13 +100,20 @@ def test_rows_that_upstream_leaves_out_are_counted(xla, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("shuffled", "settings"), [(False, {}), (True, {}), (False, {"loss_type": "apo_zero_unpaired"})]
 )
-def test_pairs_that_kto_takes_one_label_after_the_other(xla, tmp_path, caplog, shuffled, settings):
-    logging.getLogger("hf_tpu_ext").propagate = True
+def test_pairs_that_kto_takes_one_label_after_the_other(xla, tmp_path, shuffled, settings):
     data = rows_for("kto", "paired")
     if shuffled:
         data = unpair_preference_dataset(data).shuffle(seed=42)
     settings = {**settings, **({"train_sampling_strategy": "random"} if settings else {})}
     trainer = trainer_for(Case("kto", settings), tmp_path, ours=True, train_dataset=data)
     rows = trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps
-    told = f"The first {rows} rows of the train dataset, those of a step, all have label=True" in caplog.text
-    assert told != (shuffled or bool(settings))
+    told = f"the first {rows} rows of the train dataset, those of a step, all have label=True"
+    assert any(told in line for line in trainer.compiled.changes) != (shuffled or bool(settings))
+
+
+@pytest.mark.parametrize("kind", ["dpo", "reward", "kto"])
+def test_a_file_without_a_column(xla, tmp_path, kind):
+    """`datasets` makes the column of another file, and `None` of each row."""
+    data = Dataset.from_dict({**PAIR, "prompt": ["a"] * 2, "chosen": ["b"] * 2, "rejected": [None] * 2})
+    words = ["No row of eval_dataset has a value of 'rejected'", "Rename or add the column in the file"]
+    refused(words, lambda: trainer_for(Case(kind), tmp_path, ours=True, train_dataset=rows(PAIR), eval_dataset=data))

@@ -19,6 +19,7 @@ from ...backends.detect import TPU_BACKENDS, tpu_chips
 from ...backends.processes import HostsDisagree
 from ...backends.streamed import read_all
 from ...callbacks.preemption import METADATA_URL, Preemption
+from ...callbacks.run_record import RunRecord
 from ...errors import SaveError, UserError
 from ...formatting import count, kind_of_device
 from ...quantization.bitsandbytes import find_config
@@ -197,8 +198,10 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
                 # Upstream has no name for a model of this machine.
                 base = Path(self.model.config.name_or_path).name
                 card.text = card.text.replace("[None](https://huggingface.co/None)", f"`{base}`, a local model")
-            card.text = card.text.replace('model="None"', f'model="{path.parent.name}"')
-            report = ": [report](report.md)" if path.with_name("report.md").is_file() else ""
+            card.text = card.text.replace('model="None"', f'model="{path.parent}"')
+            # It is written when training ends, after the last checkpoint.
+            has_report = any(isinstance(callback, RunRecord) for callback in self.callback_handler.callbacks)
+            report = ": [report](report.md)" if has_report or path.with_name("report.md").is_file() else ""
             chips = self.backend.num_chips * self.args.world_size
             on = f"{self.backend.device_name}, {count(chips, kind_of_device(self.backend.name))}"
             card.text += f"\n\nTrained with hf_tpu_ext {__version__} on {on}{report}.\n{in_card(path.parent)}"

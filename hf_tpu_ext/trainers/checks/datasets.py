@@ -15,6 +15,7 @@ from ...vision.collator import IMAGE_COLUMNS
 
 
 _NEEDED = "'messages', 'prompt' and 'completion', 'conversations', 'input_ids'"
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 _COLUMNS = ("messages", "prompt", "completion", "conversations", "input_ids")
 
 
@@ -81,6 +82,24 @@ def check_dataset(dataset, name: str, args: SFTConfig, has_formatting_func: bool
         )
     if isinstance(dataset, datasets.Dataset):
         _check_no_nulls(dataset, set(columns), name, args.dataset_text_field)
+        for column in sorted({"messages", "conversations", "prompt", "completion"} & set(columns)):
+            _check_roles(dataset, column, name)
+
+
+def _check_roles(dataset: datasets.Dataset, column: str, name: str) -> None:
+    """Check that no role of a message is a typing error (`ValueError`): templates write it as it is, and it is no answer to train on."""
+    values = dataset.data.column(column)
+    message = values.type.value_type if pa.types.is_list(values.type) else values.type
+    if not pa.types.is_struct(message) or "role" not in message.names:
+        return
+    for role in pc.unique(pc.struct_field(pc.list_flatten(values), "role")).to_pylist():
+        close = difflib.get_close_matches(role or "", _ROLES, n=1, cutoff=0.8)
+        if not close or role == close[0]:
+            continue
+        # Of the whole table: a selection of its rows may be without.
+        for row, messages in enumerate(dataset[column]):
+            if any(message["role"] == role for message in messages):
+                raise UserError(f"Row {row} of {name} has a message of the role {role!r}. Did you mean {close[0]!r}?")
 
 
 def _check_no_nulls(dataset: datasets.Dataset, columns: set[str], name: str, text_field: str) -> None:

@@ -46,6 +46,13 @@ def find_columns(dataset, name: str, trainer: str) -> list[str]:
     names = set(columns)
     if not names or {"chosen_ids", "chosen_input_ids", "completion_ids", "image", "images"} & names:
         return []
+    if isinstance(dataset, datasets.Dataset):
+        for column in sorted({"prompt", "chosen", "rejected", "completion", "label"} & names):
+            if dataset.data.column(column).null_count == dataset.data.num_rows:
+                raise UserError(
+                    f"No row of {name} has a value of {column!r}, as of a file without that column. Rename or add the column in the file of "
+                    f"{name}."
+                )
     prompt = ["prompt"] if "prompt" in names else []
     if {"chosen", "rejected"} <= names:
         return [*prompt, "chosen", "rejected"]
@@ -116,21 +123,22 @@ class PreferenceData:
         if isinstance(dataset, datasets.Dataset) and isinstance(prepared_dataset, datasets.Dataset):
             _check_rows_are_left(dataset, prepared_dataset, dataset_name, args, prepare, processing_class)
             if dataset_name == "train" and "label" in prepared_dataset.column_names:
-                _check_labels_are_mixed(prepared_dataset, args)
+                self.compiled.changes += _why_labels_are_apart(prepared_dataset, args)
         return prepared_dataset
 
 
-def _check_labels_are_mixed(dataset: datasets.Dataset, args) -> None:
-    """Warn of rows in the order of their labels, as upstream makes them of pairs: all that are chosen, then all that are rejected."""
+def _why_labels_are_apart(dataset: datasets.Dataset, args) -> list[str]:
+    """A line for rows in the order of their labels, as upstream makes them of pairs: all that are chosen, then all that are rejected."""
     rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     labels = dataset["label"]
     if args.train_sampling_strategy == "sequential" and len(set(labels[:rows])) == 1 and len(set(labels)) == 2:
-        logger.warning(
-            f"The first {min(rows, len(labels))} rows of the train dataset, those of a step, all have label={labels[0]}, and KTO takes rows "
+        return [
+            f"the first {min(rows, len(labels))} rows of the train dataset, those of a step, all have label={labels[0]}, and KTO takes rows "
             "in their order: a step learns from one label alone. Give shuffled rows, "
             "trl.data_utils.unpair_preference_dataset(dataset).shuffle(seed=42) of pairs; or set loss_type='apo_zero_unpaired' and "
             "train_sampling_strategy='random'."
-        )
+        ]
+    return []
 
 
 def _check_rows_are_left(dataset, prepared_dataset, name: str, args, prepare: Callable, processing_class) -> None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from accelerate.utils import parse_flag_from_env
@@ -12,9 +13,13 @@ from trl import RewardConfig
 
 from ...backends import select_backend
 from ...errors import UserError
+from ...hub_names import hint_at_similar, lacks_tokenizer, may_be_on_hub
 from ..configs import ExtensionArguments
 from .answers import Place
 from .fields import adapt
+
+
+_NUMBERS = (int, float, int | None, float | None)
 
 
 def check_recipe(args: ExtensionArguments) -> None:
@@ -45,6 +50,33 @@ def check_processes(args: TrainingArguments) -> None:
         raise UserError(
             f"A launcher has started {num_processes} processes, but without a GPU accelerate has each train by itself. Set "
             "use_cpu=True for processes on the CPU to train together, or start the script by python."
+        )
+
+
+def check_numbers(args: TrainingArguments) -> None:
+    """Refuse text in place of a number (`ValueError`), as YAML reads 1e-4: upstream fails where it first computes with it."""
+    for field in fields(args):
+        value = vars(args).get(field.name)
+        if isinstance(value, str) and field.type in _NUMBERS:
+            raise UserError(
+                f"{field.name}={value!r} is text, and has to be a number: {field.name}={value}, without quotation marks; or float(...) of "
+                "what a file says, where YAML takes 1e-4 for text and 1.0e-4 for a number."
+            )
+
+
+def check_model_names(trainer_kwargs: Mapping[str, Any]) -> None:
+    """Refuse the path of a model that is not there, or has no tokenizer (`ValueError`). `trainer_kwargs` are as for [`adapt`]."""
+    model = trainer_kwargs.get("model")
+    if not isinstance(model, str):
+        return
+    if not os.path.exists(model) and not may_be_on_hub(model):
+        raise UserError(
+            f"model={model!r}: there is no such directory in {os.getcwd()}, where paths begin.{hint_at_similar(model)}"
+        )
+    if lacks_tokenizer(model) and trainer_kwargs.get("processing_class") is None:
+        raise UserError(
+            f"model={model!r}: the directory has a model's config.json, and no tokenizer. Copy the model's own beside it "
+            "(tokenizer.json, tokenizer_config.json, chat_template.jinja), or pass processing_class=AutoTokenizer.from_pretrained(...)."
         )
 
 
