@@ -13,7 +13,8 @@ from ..errors import UserError
 def json_output(path: Path | None) -> Iterator[Callable[[str], None]]:
     """
     Within this context, what a command prints goes to stderr if `path` is `-`, so that stdout has the JSON alone. Yields what writes
-    the JSON to where the option says, if anywhere. A directory that is missing is made before.
+    the JSON to where the option says, if anywhere: to a file at once, and to stdout the last at the end, also after an error. A
+    directory that is missing is made before.
     """
     if path != Path("-"):
         if path is not None:
@@ -26,6 +27,10 @@ def json_output(path: Path | None) -> Iterator[Callable[[str], None]]:
                 ) from error
         yield lambda text: write_atomically(path, text) if path is not None else None
         return
-    stdout = sys.stdout
+    stdout, texts = sys.stdout, []
     with redirect_stdout(sys.stderr):
-        yield lambda text: print(text, file=stdout)
+        try:
+            yield texts.append
+        finally:
+            if texts:
+                print(texts[-1], file=stdout)

@@ -2,11 +2,16 @@
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Event
+from types import FrameType
 
 from ..errors import UserError
 from ..examples.jsonl import write_splits
@@ -94,8 +99,44 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, rest
 
 
+class _Stopped(KeyboardInterrupt):
+    """A signal told the command to stop."""
+
+    def __init__(self, number: int):
+        self.signal = signal.Signals(number)
+        super().__init__("Ctrl-C" if self.signal == signal.SIGINT else self.signal.name)
+
+
+@contextmanager
+def _stoppable() -> Iterator[Event]:
+    """Within this context, Ctrl-C and SIGTERM raise [`_Stopped`]. The event is set then, for compilers to end."""
+    stop = Event()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        stop.set()
+        raise _Stopped(number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def run(argv: list[str]) -> int:
-    """Plan a recipe, and return the exit status: `0` if it fits, `1` if it does not, `3` if that could not be told."""
+    """
+    Plan a recipe, and return the exit status: `0` if it fits, `1` if it does not, `3` if that could not be told, and 128 more than
+    the number of the signal that stopped it.
+    """
+    try:
+        return _run(argv)
+    except _Stopped as stopped:
+        print(f"The plan was stopped by {stopped} before its graphs were compiled: nothing is known.", file=sys.stderr)
+        return 128 + stopped.signal
+
+
+def _run(argv: list[str]) -> int:
     command, title, rest = take_command("plan", argv)
     options, rest = _options(rest)
 
@@ -117,14 +158,14 @@ def run(argv: list[str]) -> int:
     from ..plan.advice import advise, advise_besides, foresee
     from ..plan.compiler import jobs_at_once
     from ..plan.make import make_plan
-    from ..plan.page import render
+    from ..plan.page import render, render_found
     from ..plan.search import search
     from ..plan.trace import trace_run
 
     hosts = topology.hosts if topology.num_hosts > 1 else ()
     backend = select_tracing(topology.num_chips, hosts, topology.chip)
     recipe.command_line["backend"] = backend.name
-    with tempfile.TemporaryDirectory() as directory, json_output(options.json) as write_json:
+    with tempfile.TemporaryDirectory() as directory, json_output(options.json) as write_json, _stoppable() as stop:
         if options.seq_lengths:
             recipe = _with_synthetic_rows(recipe, command, Path(directory), options.seq_lengths)
         elif "dataset_name" not in recipe and "datasets" not in recipe and not recipe.asks_for_help:
@@ -147,27 +188,36 @@ def run(argv: list[str]) -> int:
 
         def compiler_of(programs, facts):
             name = recipe.path or "the command line"
-            return partial(make_plan, name, topology, programs, facts, options.prices or PRICES)
+            return partial(make_plan, name, topology, programs, facts, options.prices or PRICES, stop=stop)
 
         jobs = jobs_at_once() if options.jobs is None else options.jobs
         programs, own = trace({})
         if (line := foresee(programs, topology, own)) is not None:
             print(line, file=sys.stderr, flush=True)
-        plan = compiler_of(programs, own)(jobs, options.hlo)
+        plan = own_plan = compiler_of(programs, own)(jobs, options.hlo)
+        plan = replace(plan, advice=advise(plan, own))
+        print(render(plan))
+        write_json(plan.to_json())
 
         def trace_variant(changes: dict[str, str]):
             if own.settings | changes == own.settings:
                 # What is compiled already is not compiled again.
-                return lambda _: plan
+                return lambda _: own_plan
             return partial(compiler_of(*trace(changes)), quiet=True)
 
-        if options.search is None:
-            plan = replace(plan, advice=advise(plan, own))
-        else:
-            plan = search(plan, own.settings, options.search or _SEARCHED, trace_variant, jobs)
-            plan = replace(plan, advice=[*plan.advice, *advise_besides(plan, own)])
-        print(render(plan))
-        write_json(plan.to_json())
+        if options.search is not None:
+            names, stopped = options.search or _SEARCHED, None
+            with closing(search(own_plan, own.settings, names, trace_variant, jobs)) as found_so_far:
+                try:
+                    for found in found_so_far:
+                        plan = replace(found, advice=[*found.advice, *advise_besides(found, own)])
+                        write_json(plan.to_json())
+                except _Stopped as error:
+                    stopped = error
+            print(f"\n{render_found(plan)}")
+            if stopped is not None:
+                print(f"\nThe search was stopped by {stopped}. What it found before is above.")
+                return 128 + stopped.signal
     return {True: 0, False: 1, None: 3}[plan.fits]
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Event
 
 import psutil
 
@@ -26,6 +27,8 @@ from .programs import CompiledProgram, TracedProgram
 _SCRIPT = Path(__file__).with_name("tpu_compiler.py")
 # What a compilation takes of the host's memory, but where layers have kernels each. Of the cores it takes one.
 _HOST_BYTES = 5 * 2**30
+# Seconds between two looks at whether a compilation is still wanted.
+_LOOKS_EVERY = 0.2
 
 
 def why_no_compiler() -> str | None:
@@ -42,18 +45,18 @@ def jobs_at_once() -> int:
 
 
 def compile_programs(
-    programs: Sequence[TracedProgram], topology: Topology, jobs: int = 1
+    programs: Sequence[TracedProgram], topology: Topology, jobs: int = 1, stop: Event | None = None
 ) -> Iterator[CompiledProgram]:
     """
     Compile programs for a TPU, so many `jobs` at once. Yields each as soon as it and those before it are compiled.
     Raises `ValueError` where the compiler was stopped, which is mostly for want of memory, or does not know the
-    topology.
+    topology. Compilers end when the event `stop` is set.
     """
     with ThreadPoolExecutor(jobs) as pool:
-        yield from pool.map(lambda program: _compile(program, topology), programs)
+        yield from pool.map(lambda program: _compile(program, topology, stop), programs)
 
 
-def _compile(program: TracedProgram, topology: Topology) -> CompiledProgram:
+def _compile(program: TracedProgram, topology: Topology, stop: Event | None) -> CompiledProgram:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         (directory / "program.pb").write_bytes(program.module)
@@ -67,11 +70,17 @@ def _compile(program: TracedProgram, topology: Topology) -> CompiledProgram:
             },
         }
         (directory / "options.json").write_text(json.dumps(options), encoding="utf-8")
-        process = subprocess.run(
-            [sys.executable, str(_SCRIPT), name], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        command = [sys.executable, str(_SCRIPT), name]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        output = None
+        while output is None:
+            try:
+                output, _ = process.communicate(timeout=_LOOKS_EVERY)
+            except subprocess.TimeoutExpired:
+                if stop is not None and stop.is_set():
+                    process.kill()
         if process.returncode:
-            raise UserError(_why_stopped(process, topology))
+            raise UserError(_why_stopped(process.returncode, output, topology))
         result = json.loads((directory / "result.json").read_text(encoding="utf-8"))
         make = partial(
             CompiledProgram, program.kind, program.batch_shape, result["seconds"], cpu_seconds=result["cpu_seconds"]
@@ -85,11 +94,11 @@ def _compile(program: TracedProgram, topology: Topology) -> CompiledProgram:
     return make(memory=result["memory"], arguments=dict(bytes_by_role), text=text)
 
 
-def _why_stopped(process: subprocess.CompletedProcess, topology: Topology) -> str:
-    if process.returncode == -signal.SIGKILL:
+def _why_stopped(status: int, output: str, topology: Topology) -> str:
+    if status == -signal.SIGKILL:
         free = format_bytes(psutil.virtual_memory().available)
         return (
             f"The TPU compiler was killed, probably out of memory ({free} are free). Plan on a machine with more "
             "memory, compile one graph at a time (--jobs 1), or, where layers do not run as a loop, --attention slices"
         )
-    return f"The TPU compiler failed for {topology.name}:\n{process.stdout.strip()[-2000:]}"
+    return f"The TPU compiler failed for {topology.name}:\n{output.strip()[-2000:]}"

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from threading import Event
 
 from tqdm.auto import tqdm
 
@@ -31,9 +32,10 @@ def make_plan(
     jobs: int = 1,
     output_dir: Path | None = None,
     quiet: bool = False,
+    stop: Event | None = None,
 ) -> Plan:
     """
-    Compile the programs of a run, and put together what is known of it. `jobs` programs are compiled at once, and their text is written to `output_dir`. `quiet` leaves out the progress.
+    Compile the programs of a run, and put together what is known of it. `jobs` programs are compiled at once, and their text is written to `output_dir`. `quiet` leaves out the progress, and `stop` ends the compilers when it is set.
 
     Where the compiler is not there, the plan has no programs and says how to install it. Raises `ValueError` if the
     compiler was stopped or does not know the topology, or the prices cannot be read.
@@ -43,7 +45,7 @@ def make_plan(
     plans = []
     if missing is None:
         with tqdm(total=len(programs), desc=f"compiling for {topology.name}", unit="graph", disable=quiet) as bar:
-            for program in compile_programs(programs, topology, jobs):
+            for program in compile_programs(programs, topology, jobs, stop):
                 if output_dir is not None:
                     name = f"{program.kind.replace(' ', '_')}_{'x'.join(map(str, program.batch_shape))}.txt"
                     (output_dir / name).write_text(program.text, encoding="utf-8")

@@ -18,8 +18,12 @@ _LABEL = 28
 
 def render(plan: Plan) -> str:
     """Write a plan as a page of text of at most 100 columns, without a newline at its end."""
-    page = _TEMPLATE.render(plan=plan)
-    return re.sub(r"\n{3,}", "\n\n", page).strip()
+    return _tidy(_TEMPLATE.render(plan=plan))
+
+
+def render_found(plan: Plan) -> str:
+    """Write the part of the page that a search adds to: variants, and what to change."""
+    return _tidy("".join(_TEMPLATE.blocks["found"](_TEMPLATE.new_context({"plan": plan}))))
 
 
 def format_count(number: float) -> str:
@@ -28,6 +32,10 @@ def format_count(number: float) -> str:
         if number >= size:
             return f"{number / size:.3g} {unit}" if number < 1000 * size else f"{number / size:.0f} {unit}"
     return f"{number:.3g} "
+
+
+def _tidy(page: str) -> str:
+    return re.sub(r"\n{3,}", "\n\n", page).strip()
 
 
 def _span(words: Iterable[str]) -> str:

@@ -4,13 +4,13 @@ import itertools
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from tqdm.auto import tqdm
 
-from ..formatting import format_bytes, format_seconds
+from ..formatting import count, format_bytes, format_seconds
 from ..hardware.topologies import Topology
 from .result import Plan, Trial
 
@@ -25,19 +25,20 @@ _ROWS = "per_device_train_batch_size"
 _NEAR = 1.1
 # How much of the memory a predicted batch is to take.
 _MARGIN = 0.98
+# Batches that are mostly tried until the largest is known.
+_USUAL_TRIES = 3
 # After so many compilations the batch is no longer predicted, but what is between is halved.
 _TRIES = 5
 
 
 @dataclass(eq=False)
 class _Variant:
-    """Settings besides the batch, the batches that are still to be tried with them, and what came of the others."""
+    """Settings besides the batch, and the batches that are still to be tried with them."""
 
     settings: dict[str, str]
     batches: Generator[int, Trial, None]
     #: The batch that comes next.
     rows: int
-    trials: list[Trial] = field(default_factory=list)
 
 
 def search(
@@ -46,7 +47,7 @@ def search(
     varied_names: Collection[str],
     trace: Callable[[dict[str, str]], Callable[[int], Plan]],
     jobs: int = 1,
-) -> Plan:
+) -> Iterator[Plan]:
     """
     Try what is computed again, how chips share the work, and how many rows a chip takes at once.
 
@@ -67,8 +68,9 @@ def search(
         jobs (`int`, *optional*, defaults to `1`):
             How many programs to compile at once. What is found does not depend on it.
 
-    Returns:
-        [`Plan`]: The plan, with the variants that no other one is better than, and with advice.
+    Yields:
+        [`Plan`]: After each compilation, the plan with the variants so far that no other one is better than, and with advice. A line
+        of each is printed.
     """
     limit, rows = plan.topology.chip.memory_bytes, int(settings[_ROWS])
     # What it is computed with goes without saying, unless it is asked for.
@@ -81,21 +83,41 @@ def search(
     for values in itertools.product(*choices.values()):
         tries = batches(rows, limit)
         variants.append(_Variant(dict(zip(choices, values, strict=True)), tries, next(tries)))
-    _try_all(variants, limit, trace, jobs)
-    trials = [trial for variant in variants for trial in variant.trials]
-    fitting = [trial for trial in trials if trial.fits]
-    best = [trial for trial in fitting if not any(_is_better(other, trial) for other in fitting)]
-    best.sort(key=lambda trial: trial.tokens_per_second, reverse=True)
-    return replace(plan, trials=best, advice=_advice(trials, settings))
+    # First what is compiled already, and what is like it.
+    variants.sort(key=lambda variant: sum(settings[name] != value for name, value in variant.settings.items()))
+    print(_announce(plan, variants, _ROWS in varied_names, jobs), flush=True)
+    for trials in _try_all(variants, limit, trace, jobs):
+        fitting = [trial for trial in trials if trial.fits]
+        best = [trial for trial in fitting if not any(_is_better(other, trial) for other in fitting)]
+        best.sort(key=lambda trial: trial.tokens_per_second, reverse=True)
+        yield replace(plan, trials=best, advice=_advice(trials, settings))
+
+
+def _announce(plan: Plan, variants: Sequence[_Variant], varies_rows: bool, jobs: int) -> str:
+    """How much is to be compiled, and about how long that takes."""
+    seconds, number = sum(program.seconds for program in plan.programs), len(variants)
+    what = count(number, "combination")
+    if varies_rows:
+        what += f" of settings, each with about {_USUAL_TRIES} batch sizes until the largest that fits is known"
+        number *= _USUAL_TRIES
+    return (
+        f"Search: {what}. The first was compiled in {format_seconds(seconds)}; at this rate all take "
+        f"{format_seconds(number * seconds / min(jobs, len(variants)))}, {min(jobs, len(variants))} at once. Each has a line as soon as "
+        "it is compiled. Ctrl-C stops the search, and keeps what is known."
+    )
 
 
 def _try_all(
     variants: list[_Variant], limit: int, trace: Callable[[dict[str, str]], Callable[[int], Plan]], jobs: int
-) -> None:
-    """Compile the batches of variants, several variants at once. They are traced one at a time, in this thread."""
+) -> Iterator[list[Trial]]:
+    """
+    Compile the batches of variants, several variants at once, and yield all trials after each. They are traced one at a time, in this
+    thread.
+    """
+    trials: list[Trial] = []
     ready = deque(variants)
     compiling: dict[Future[Plan], tuple[_Variant, dict[str, str]]] = {}
-    with ThreadPoolExecutor(jobs) as pool, tqdm(desc="trying", unit="variant") as bar:
+    with ThreadPoolExecutor(jobs) as pool, tqdm(desc="search", unit="combination", total=len(variants)) as bar:
         while ready or compiling:
             while ready and len(compiling) < jobs:
                 variant = ready.popleft()
@@ -106,16 +128,17 @@ def _try_all(
             for future in wait(compiling, return_when=FIRST_COMPLETED).done:
                 variant, settings = compiling.pop(future)
                 trial = _as_trial(settings, future.result())
-                variant.trials.append(trial)
-                # All may take an hour, and somebody may not wait for the end.
-                bar.write(_outcome(trial, limit), file=sys.stderr)
-                bar.update()
+                trials.append(trial)
                 try:
                     variant.rows = variant.batches.send(trial)
+                    # What has begun comes to its end first.
+                    ready.appendleft(variant)
                 except StopIteration:
-                    continue
-                # What has begun comes to its end first.
-                ready.appendleft(variant)
+                    bar.update()
+                # It is kept before it is shown, for a stop to find it. All may take hours, and somebody may not wait for the end.
+                yield trials
+                progress = f"variant {len(trials)} ({bar.n} of {count(len(variants), 'combination')} done)"
+                bar.write(f"{progress}: {_outcome(trial, limit)}", file=sys.stdout)
 
 
 def _meshes(topology: Topology) -> list[str]:
@@ -205,7 +228,9 @@ def _advice(trials: list[Trial], settings: Mapping[str, str]) -> list[str]:
         return []
     fitting = [trial for trial in trials if trial.fits]
     if not fitting:
-        return ["No variant fits. Besides what was varied: more chips (--topology), a smaller max_length or model."]
+        return [
+            "No variant that was tried fits. Besides what was varied: more chips (--topology), a smaller max_length or model."
+        ]
     largest = max(fitting, key=lambda trial: (int(trial.settings[_ROWS]), trial.tokens_per_second))
     fastest = max(fitting, key=lambda trial: trial.tokens_per_second)
     best = {

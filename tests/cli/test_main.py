@@ -138,6 +138,8 @@ def test_json_has_the_screen_alone(capsys, tmp_path):
     for path in (Path("-"), tmp_path / "not/there/found.json", None):
         with json_output(path) as write_json:
             print("a page")
+            write_json("[]")
+            # What is known by now takes its place.
             write_json("{}")
     told = capsys.readouterr()
     assert (told.out, told.err) == ("{}\na page\na page\n", "a page\n")

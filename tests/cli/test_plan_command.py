@@ -2,6 +2,9 @@
 
 import json
 import os
+import re
+import signal
+import subprocess
 import sys
 
 import forked
@@ -264,3 +267,30 @@ def test_without_the_compiler(refused):
     assert "jax is 0.4.1, not 0.7.1" in page
     assert install_command("tpu") in " ".join(page.split())
     assert json.loads(planned.read_text())["programs"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_a_search_that_is_stopped_leaves_what_is_known(prepared, tmp_path, number):
+    command = [sys.executable, "-m", "hf_tpu_ext.cli.main", "plan", "--model_name_or_path", prepared / "model"]
+    command += ["--output_dir", tmp_path / "run", "--seq_lengths", "64", "--topology", "v5e-1", "--jobs", "1"]
+    command += ["--search", "rematerialization", "--json", "-"]
+    with (
+        open(tmp_path / "json", "w") as stdout,
+        forked.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True) as search,
+    ):
+        printed = ""
+        # The page and the first variant are there before the second is compiled.
+        while not re.search(r"^variant 1 \(1 of 3 combinations done\): .*: fits", printed, re.MULTILINE):
+            line = search.stderr.readline()
+            assert line, printed
+            printed += line
+        assert "FITS: peak HBM" in printed
+        search.send_signal(number)
+        printed += search.stderr.read()
+        assert search.wait() == 128 + number
+    stopped_by = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+    assert f"The search was stopped by {stopped_by}." in printed and "Traceback" not in printed
+    assert "Pareto front of the variants tried" in printed
+    planned = json.loads((tmp_path / "json").read_text())
+    assert [trial["settings"]["rematerialization"] for trial in planned["trials"]] == ["full"]

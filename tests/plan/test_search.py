@@ -1,6 +1,7 @@
 """Which variants a search compiles, and which it shows."""
 
 import math
+import re
 import threading
 import time
 from collections import Counter
@@ -12,7 +13,8 @@ from hf_tpu_ext.hardware.topologies import find_topology
 from hf_tpu_ext.plan.hlo_cost import Cost
 from hf_tpu_ext.plan.programs import CompiledProgram
 from hf_tpu_ext.plan.result import Plan, Trial
-from hf_tpu_ext.plan.search import find_largest_batch, search
+from hf_tpu_ext.plan.search import find_largest_batch
+from hf_tpu_ext.plan.search import search as search_step_by_step
 
 
 GB = 10**9
@@ -25,6 +27,12 @@ STATE = {None: 2 * GB, "data": 12 * GB, "fsdp": 2 * GB}
 def traced(topology):
     """What a search is given: it traces a variant, and what it returns compiles it."""
     return lambda settings: lambda jobs: make(topology, settings)
+
+
+def search(*args):
+    """What a search has found at its end."""
+    *_, found = search_step_by_step(*args)
+    return found
 
 
 def make(topology, settings):
@@ -136,6 +144,29 @@ def test_the_present_settings_are_not_advised_as_a_change():
     assert same.startswith("the fastest with the present global batch size: the present settings (expected step ")
 
 
+def test_what_is_known_is_there_after_each_variant(capsys):
+    """Somebody may stop before the end."""
+    first = {"rematerialization": "dots", "mesh": "fsdp", "per_device_train_batch_size": "4"}
+    tried = []
+
+    def noted(settings):
+        tried.append(settings)
+        return traced("v5e-8")(settings)
+
+    steps = search_step_by_step(make("v5e-8", first), first, NAMES, noted)
+    for number in range(1, 8):
+        found = next(steps)
+        assert tried[0] == first and len(tried) == number
+        assert all(trial.settings in tried for trial in found.trials)
+        assert found.advice[0].startswith("the largest batch that was found to fit: ")
+        told = capsys.readouterr().out.splitlines()
+        # A line of what was kept before.
+        if number > 1:
+            assert re.match(rf"variant {number - 1} \(\d of 6 combinations done\): rematerialization: ", told[-1])
+    steps.close()
+    assert len(tried) == 7
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_varies_what_it_is_told_to(name):
     settings = {"rematerialization": "full", "mesh": "fsdp", "per_device_train_batch_size": "4"}
@@ -155,7 +186,9 @@ def test_varies_what_it_is_told_to(name):
 def test_says_what_came_of_each(capsys):
     settings = {"rematerialization": "full", "mesh": "data", "per_device_train_batch_size": "40"}
     search(make("v5e-8", settings), settings, ["mesh"], traced("v5e-8"))
-    told = capsys.readouterr().err
+    told = capsys.readouterr().out
+    assert "Search: 2 combinations. The first was compiled in 1 s; at this rate all take 2 s, 1 at once." in told
+    assert "variant 1 (1 of 2 combinations done): rematerialization: full, mesh: data, " in told
     assert "mesh: data, per_device_train_batch_size: 40: does not fit, 5.09 GB too much\n" in told
     assert "mesh: fsdp, per_device_train_batch_size: 40: fits, 12.00 GB, " in told
 
@@ -168,7 +201,7 @@ def test_says_that_nothing_fits():
 
     found = search(make("v5e-8", first), first, NAMES, too_large)
     assert found.trials == []
-    assert "No variant fits" in found.advice[0]
+    assert "No variant that was tried fits" in found.advice[0]
 
 
 def test_gives_up_where_it_cannot_be_told():
@@ -195,7 +228,8 @@ def test_on_several_hosts_weights_are_also_split_over_some_of_them():
 
     first = {"rematerialization": "full", "mesh": "fsdp", "per_device_train_batch_size": "1"}
     search(make("v5e-16", first), first, ["mesh"], noted)
-    assert tried == ["data", "data=4,fsdp=4", "data=2,fsdp=8", "fsdp"]
+    # First what is compiled already.
+    assert tried == ["fsdp", "data", "data=4,fsdp=4", "data=2,fsdp=8"]
 
 
 @pytest.mark.parametrize("jobs", [2, 3, 100])
