@@ -155,6 +155,9 @@ def _begin(channel: int, *streams: int) -> tuple[list[str], dict[str, str]]:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
+    # Those of the interpreter were made for other files: whether one has positions is asked once.
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)
+    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     if new_session:
         os.setsid()
     os.chdir(cwd)
