@@ -24,7 +24,10 @@ from .trl_scripts import SCRIPTS, take_command
 
 DESCRIPTION = f"""\
 Compile a recipe ahead of time with the TPU compiler, without a TPU and without weights: HBM, step time and cost.
-The compiler: {install_command("tpu")}. A large model takes minutes and no more memory than the compiler does.
+The compiler: {install_command("tpu")}. It takes a core, up to 5 GB and about a minute for each graph
+(micro-step, training and evaluation step of each length), several minutes where a model is large. --search takes as long
+again for each of its variants: 3 combinations of settings on one chip, 6 on several, with about 3 batch sizes each. It shows
+them as they come, and Ctrl-C keeps those that are known.
 
 examples:
   hf-tpu plan --config recipes/sft_lora_qwen3.yaml
