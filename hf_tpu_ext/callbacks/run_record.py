@@ -120,6 +120,10 @@ class RunRecord(TrainerCallback):
         if self._writer is not None:
             self._write("log", step=state.global_step, logs=logs, **self._totals())
 
+    def on_save(self, args, state, control, **kwargs):
+        if self._writer is not None:
+            self._write("save", step=state.global_step, **self._totals())
+
     def _totals(self) -> dict[str, Any]:
         totals = {"counters": asdict(self._spent()), "why_traced": self._why_traced()}
         if self._status is None:

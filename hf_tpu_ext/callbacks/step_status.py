@@ -128,6 +128,7 @@ class StepStatus(TrainerCallback):
         self._steps = 0
         self._has_stepped = False
         self._window: dict[tuple[int, ...], BatchCount] = {}
+        self._since_log: dict[tuple[int, ...], BatchCount] = {}
         #: Batches since the run began, by their shape. Batches of all shapes count together where nothing is compiled for a shape.
         self.batches: dict[tuple[int, ...], BatchCount] = {}
         #: How many steps took how long, by phase and class of [`class_of`]; `"total"` is all of them together.
@@ -151,6 +152,10 @@ class StepStatus(TrainerCallback):
         self.clock.rename("step", self._kind_of_step())
         self._steps += 1
         self._has_stepped = True
+
+    def on_save(self, args, state, control, **kwargs):
+        # A run that is killed goes on from here.
+        self._take_batches()
 
     def on_train_end(self, args, state, control, **kwargs):
         self.end_step()
@@ -205,7 +210,9 @@ class StepStatus(TrainerCallback):
         in_steps = sum(seconds for phase, seconds in spent.items() if phase not in BESIDES_STEPS)
         logs = {"step_time": round(in_steps / self._steps, 6)}
         self._steps = 0
-        if counts := self._take_batches():
+        self._take_batches()
+        counts, self._since_log = self._since_log, {}
+        if counts:
             total = sum(counts.values(), BatchCount())
             logs["tokens_per_second"] = round(total.tokens / in_steps, 3)
             logs["padded_tokens_per_second"] = round(total.padded_tokens / in_steps, 3)
@@ -218,16 +225,16 @@ class StepStatus(TrainerCallback):
             logs["peak_memory_gb"] = round(peak / 1e9, 3)
         return logs
 
-    def _take_batches(self) -> dict[tuple[int, ...], BatchCount]:
-        """The batches of all processes since the last call, by their shape. They are added to those of the run."""
+    def _take_batches(self) -> None:
+        """Add the batches of all processes since the last call to those of the run, and of the next log."""
         # Sums on a device are read here, once a log; on XLA batches are counted on the host.
         counts = {shape: count._replace(tokens=int(count.tokens)) for shape, count in self._window.items()}
         self._window = {}
         if self._over_processes is not None:
             counts = {shape: BatchCount(*self._over_processes(list(count))) for shape, count in counts.items()}
         for shape, count in counts.items():
-            self.batches[shape] = self.batches.get(shape, BatchCount()) + count
-        return counts
+            for sums in (self.batches, self._since_log):
+                sums[shape] = sums.get(shape, BatchCount()) + count
 
     def take_phases(self) -> dict[str, float]:
         """Seconds of each phase since training began, by its name in the last log of a run."""

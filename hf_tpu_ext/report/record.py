@@ -237,7 +237,7 @@ def _add(run: Run, entry: dict[str, Any]) -> None:
     at = run.seconds - session.seconds + entry["at"]
     session.seconds = max(session.seconds, entry["at"])
     session.last_step = max(session.last_step, entry["step"] or 0)
-    if entry["event"] in ("log", "end"):
+    if entry["event"] in ("log", "save", "end"):
         session.totals = {name: entry[name] for name in ("phases", "step_times", "batches")}
         # Records of earlier versions do not have these in every log.
         session.totals |= {name: entry.get(name) for name in ("counters", "why_traced")}
@@ -265,6 +265,9 @@ def _add(run: Run, entry: dict[str, Any]) -> None:
         case "error":
             # What was compiled is of the step that has failed.
             session.error, session.last_step = entry["error"], entry["step"]
+        case "save":
+            # A checkpoint: only the totals matter.
+            pass
         case "end":
             session.end = entry
         case event:

@@ -89,8 +89,12 @@ def notes_on(run: Run) -> list[str]:
         # What a run did after its last line, before it was killed, is not known.
         is_known = before.end is not None or before.error is not None
         if last > first or not is_known:
-            was_ended = f"ended after step {last:,}" if is_known else f"killed after step {last:,} or later"
-            notes.append(f"The run was {was_ended} and resumed after step {first:,}: steps between were run twice.")
+            was_ended = (
+                f"ended after step {last:,}" if is_known else f"killed after step {max(last, first):,} or later"
+            )
+            notes.append(
+                f"The run was {was_ended}, and resumed after step {first:,}: the steps between were run again."
+            )
     bad = sum(not math.isfinite(log["loss"]) for log in run.logs)
     if bad:
         notes.append(f"The loss was not finite in {count(bad, 'log')}.")
@@ -104,8 +108,8 @@ def _parts(run: Run) -> Section:
     if len(run.sessions) == 1:
         return section
     section.lines.append(
-        "Sums over the run are of all its parts, with the steps that were run twice, and without what a part that did not "
-        "end did after its last log. Curves and logs have each step once."
+        "Sums over the run are of all its parts, steps that were run again included, but for what a part that did not end "
+        "did after its last log or checkpoint. Curves and logs have each step once."
     )
     rows = []
     for session in run.sessions:

@@ -88,11 +88,15 @@ def test_tokens_of_a_batch(batch, tokens, padded):
     for _ in range(2):
         status.on_step_begin(None, None, None)
         status.count(batch)
+        time.sleep(0.01)
         status.on_step_end(None, None, None)
+        # The log has all batches since the one before, whatever was saved.
+        status.on_save(None, None, None)
     logs = status.take_speed()
     (count,) = status.batches.values()
     assert (count.batches, count.tokens, count.padded_tokens) == (2, 2 * tokens, 2 * padded)
     assert logs["padded_tokens_per_second"] / logs["tokens_per_second"] == pytest.approx(padded / tokens, rel=1e-3)
+    assert logs["padded_tokens_per_second"] * logs["step_time"] == pytest.approx(padded, rel=1e-3)
     assert status.take_speed() == {}, "no step since"
     # What comes after the last log is of the run as well.
     status.count(batch)

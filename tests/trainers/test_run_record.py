@@ -202,7 +202,7 @@ def test_a_resumed_run(runs):
     assert [*run.samples[0]] == ["prompt", "reference", "before", "at step 4", "after"]
     assert [session.begin["first_step"] for session in run.sessions] == [0, 4]
     assert [entry["step"] for entry in run.logs] == [2, 4, 6, 8]
-    assert "The run was ended after step 6 and resumed after step 4" in (runs.output_dir / "report.md").read_text()
+    assert "The run was ended after step 6, and resumed after step 4" in (runs.output_dir / "report.md").read_text()
     assert run.counters["executions"] == sum(session.end["counters"]["executions"] for session in run.sessions) > 8
 
 
