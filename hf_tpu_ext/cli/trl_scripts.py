@@ -131,6 +131,11 @@ class TRLScript:
             raise UserError("model_name_or_path is missing. For example: --model_name_or_path Qwen/Qwen3-0.6B")
         if script_args.dataset_name is None and not dataset_args.datasets:
             raise UserError(f"dataset_name is missing. For example: --dataset_name {self.dataset}")
+        if dataset_args.streaming and dataset_args.test_split_size is not None:
+            raise UserError(
+                "test_split_size takes rows out of a dataset whose size is known, which that of a stream is not. Leave streaming out, or "
+                "leave test_split_size out and name a split: dataset_test_split: test"
+            )
         if self.rewards and not (script_args.reward_funcs or script_args.reward_model_name_or_path):
             raise UserError(
                 "reward_funcs, the functions that score completions, is missing. For example: --reward_funcs accuracy_reward, or a "

@@ -179,6 +179,15 @@ def test_training_command(script, tmp_path, monkeypatch, command, options, fixes
     assert_fixes(lambda **options: script(command, **options), options, *fixes)
 
 
+def test_a_part_of_a_stream(script):
+    options = dict(model_name_or_path="m", dataset_name="d", streaming=True, test_split_size=0.1)
+    assert "Leave streaming out, or leave test_split_size out" in refusal(
+        lambda **given: script("sft", **given), options
+    )
+    for name in ("streaming", "test_split_size"):
+        script("sft", **{key: value for key, value in options.items() if key != name})
+
+
 def test_a_split_that_the_dataset_does_not_have(monkeypatch, script):
     def load(script_args, training_args, *others):
         {"train": 1, "validation": 2}[script_args.dataset_train_split]
@@ -354,6 +363,6 @@ def test_a_compiler_that_stops(tmp_path, monkeypatch, script, told):
     python.chmod(0o755)
     monkeypatch.setattr(compiler.sys, "executable", str(python))
     program = SimpleNamespace(module=b"", arguments=[])
-    assert told in refusal(compiler._compile, {"program": program, "topology": find_topology("v5e-8")})
+    assert told in refusal(compiler._compile, {"program": program, "topology": find_topology("v5e-8"), "stop": None})
     # What the message names is an option.
     plan._options(["--jobs", "1"])
