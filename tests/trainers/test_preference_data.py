@@ -8,7 +8,7 @@ from datasets import Dataset
 from preference import Case, rows_for, trainer_for
 from refusals import refused
 from trl import DPOTrainer
-from trl.data_utils import unpair_preference_dataset
+from trl.data_utils import maybe_extract_prompt, unpair_preference_dataset
 
 from hf_tpu_ext import TPUDPOTrainer
 
@@ -103,7 +103,7 @@ def test_rows_that_upstream_leaves_out_are_counted(xla, tmp_path, caplog):
 def test_pairs_that_kto_takes_one_label_after_the_other(xla, tmp_path, shuffled, settings):
     data = rows_for("kto", "paired")
     if shuffled:
-        data = unpair_preference_dataset(data).shuffle(seed=42)
+        data = unpair_preference_dataset(data.map(maybe_extract_prompt)).shuffle(seed=42)
     settings = {**settings, **({"train_sampling_strategy": "random"} if settings else {})}
     trainer = trainer_for(Case("kto", settings), tmp_path, ours=True, train_dataset=data)
     rows = trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps

@@ -134,8 +134,8 @@ def _why_labels_are_apart(dataset: datasets.Dataset, args) -> list[str]:
     if args.train_sampling_strategy == "sequential" and len(set(labels[:rows])) == 1 and len(set(labels)) == 2:
         return [
             f"the first {min(rows, len(labels))} rows of the train dataset, those of a step, all have label={labels[0]}, and KTO takes rows "
-            "in their order: a step learns from one label alone. Give shuffled rows, "
-            "trl.data_utils.unpair_preference_dataset(dataset).shuffle(seed=42) of pairs; or set loss_type='apo_zero_unpaired' and "
+            "in their order: a step learns from one label alone. Give shuffled rows, of pairs (with trl.data_utils) "
+            "unpair_preference_dataset(dataset.map(maybe_extract_prompt)).shuffle(seed=42); or set loss_type='apo_zero_unpaired' and "
             "train_sampling_strategy='random'."
         ]
     return []
