@@ -108,7 +108,7 @@ def _parts(run: Run) -> Section:
     if len(run.sessions) == 1:
         return section
     section.lines.append(
-        "Sums over the run are of all its parts, steps that were run again included, but for what a part that did not end "
+        "Sums over the run are of all its parts, steps that were run again included, but for what one that failed or was killed "
         "did after its last log or checkpoint. Curves and logs have each step once."
     )
     rows = []
