@@ -5,13 +5,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from urllib.request import ProxyHandler, Request, build_opener
 
 from transformers import TrainerCallback
 
 from ..backends.processes import ALONE, Processes
+from ..temporarily import temporarily
 
 
 #: What a Cloud machine can ask about itself (https://cloud.google.com/compute/docs/metadata/predefined-metadata-keys).
@@ -94,14 +95,9 @@ class Preemption(TrainerCallback):
             self._restore_handlers()
             self.listening = False
 
-    @contextmanager
-    def cutting_evaluation(self) -> Iterator[None]:
+    def cutting_evaluation(self) -> AbstractContextManager:
         """Within this context, an [`EvaluationCut`] ends an evaluation with its batch when the run is told to stop."""
-        self._cuts_evaluation = self.listening
-        try:
-            yield
-        finally:
-            self._cuts_evaluation = False
+        return temporarily(self, _cuts_evaluation=self.listening)
 
     def on_step_end(self, args, state, control, **kwargs):
         self._ask_others()

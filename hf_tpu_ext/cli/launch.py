@@ -10,6 +10,7 @@ from subprocess import TimeoutExpired
 
 from ..errors import UserError
 from ..importing import without_garbage_collection
+from ..temporarily import temporarily
 from .recipe import Recipe
 from .recipe_parser import RecipeParser
 
@@ -113,11 +114,9 @@ def _launch_as_upstream(own_command: list[str], recipe: Recipe, parser: RecipePa
 
     # Accelerate decides what to start from the options, its own configuration and the machine. The one process that it would
     # start, after this one has imported all that it needs, is this one.
-    start_one, launch.simple_launcher = launch.simple_launcher, run_one
-    try:
+    start_one = launch.simple_launcher
+    with temporarily(launch, simple_launcher=run_one):
         status = _status_of(lambda: launch.launch_command(args))
-    finally:
-        launch.simple_launcher = start_one
     if not stays_here:
         return status
     # Upstream's trainer would spread each batch over all GPUs that it sees, by `nn.DataParallel`.
@@ -202,8 +201,5 @@ def _time_to_save() -> Iterator[set[int]]:
 
     # PyTorch kills processes 30 seconds after it has told them, without a setting for it in all versions, and does not say
     # what they have ended with.
-    LocalElasticAgent._shutdown = wait_and_shut_down
-    try:
+    with temporarily(LocalElasticAgent, _shutdown=wait_and_shut_down):
         yield ended_with
-    finally:
-        LocalElasticAgent._shutdown = shut_down

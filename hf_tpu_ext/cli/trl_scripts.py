@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import UserError
 from ..importing import without_garbage_collection
+from ..temporarily import temporarily
 from .absent_split import advise_split
 from .broken_rows import naming_broken_rows
 from .launch import start_processes
@@ -151,10 +152,10 @@ class TRLScript:
         if adapt_trainer is None:
             check_recipe(training_args)
 
-        upstream = getattr(trl, self.trainer)
-        setattr(trl, self.trainer, trainer_cls if adapt_trainer is None else adapt_trainer(trainer_cls))
+        trainer_cls = trainer_cls if adapt_trainer is None else adapt_trainer(trainer_cls)
         try:
             with (
+                temporarily(trl, **{self.trainer: trainer_cls}),
                 leaving_no_empty_dir(training_args.output_dir) if adapt_trainer is None else nullcontext(),
                 naming_broken_rows(script_args, dataset_args),
             ):
@@ -164,8 +165,6 @@ class TRLScript:
                 raise
             split = error.args[0]
             raise UserError(f"The dataset has no split {split!r}. {advise_split(split, script_args)}") from error
-        finally:
-            setattr(trl, self.trainer, upstream)
         return arguments
 
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..backends.base import Backend
+from ..temporarily import temporarily
 from .autocast import current_autocast
 from .random_numbers import RandomNumbers
 from .router_logits import are_collected, collect_apart, give_to_model
@@ -71,11 +72,8 @@ def instead_of_product(product: Tensor, place: int, num_summed: int, compute: Ca
     is_kept = num_summed >= _LEAST_SUMMED
     if is_kept and dots._recorded_dots is not None:
         return product.view_as(product)
-    dots._is_paused = True
-    try:
+    with temporarily(dots, _is_paused=True):
         result = compute()
-    finally:
-        dots._is_paused = False
     if is_kept:
         dots.results[place] = result.reshape(dots.results[place].shape)
     return result

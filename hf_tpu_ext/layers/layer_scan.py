@@ -1,7 +1,7 @@
 """Layers that repeat as the iterations of one loop: a program that does not grow with their number."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from itertools import chain, islice
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.func import functional_call
 from transformers.cache_utils import Cache
 
 from ..backends.base import Backend
+from ..temporarily import temporarily
 from .layer_list import CalledLayers, Pattern
 from .pattern_loop import Derivations, PatternLoop, Template, place_of
 from .static_cache import StaticKeyValueCache
@@ -102,14 +103,9 @@ class LayerStack(CalledLayers):
                 is_linear = attribute == "weight" and isinstance(module, nn.Linear)
                 yield weight, module if is_linear else None
 
-    @contextmanager
-    def reading(self, parts: Sequence[Tensor]) -> Iterator[None]:
+    def reading(self, parts: Sequence[Tensor]) -> AbstractContextManager:
         """Within this context, tokens after a prompt read parts of [`~LayerStack.weights`], those of one for all layers first."""
-        self._read = parts
-        try:
-            yield
-        finally:
-            self._read = None
+        return temporarily(self, _read=parts)
 
     # ---- Parameters ----
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..backends.manual_sharding import ManualSharding
+from ..temporarily import temporarily
 from .counter_rng import BY_COLUMN, BY_ROW, scramble
 
 
@@ -120,13 +121,10 @@ class RandomNumbers(AbstractContextManager):
     @contextmanager
     def in_region(self, sharding: ManualSharding, num_chips: int) -> Iterator[None]:
         """Within this context, which is one of manual sharding, each chip draws for its own rows."""
-        seed, chip = self.seed, self.chip
-        chips = torch.arange(num_chips, dtype=torch.int32, device=seed.device)
-        self.seed, self.chip = sharding.full_to_shard(seed), sharding.full_to_shard(chips, by_rows=True).reshape(())
-        try:
+        chips = torch.arange(num_chips, dtype=torch.int32, device=self.seed.device)
+        seed, chip = sharding.full_to_shard(self.seed), sharding.full_to_shard(chips, by_rows=True).reshape(())
+        with temporarily(self, seed=seed, chip=chip):
             yield
-        finally:
-            self.seed, self.chip = seed, chip
 
     # ---- Numbers ----
 

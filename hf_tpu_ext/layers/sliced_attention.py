@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..backends.base import Backend
+from ..temporarily import temporarily
 from .autocast import current_autocast
 from .token_mask import TokenMask
 
@@ -161,11 +162,8 @@ def _attend_one(
     groups = vars(module)["num_key_value_groups"]
     query = query.reshape(rows, -1, groups, width)
     queries = query.split(1, 2) if backend.kernels.platform == "cpu" else [query]
-    module.num_key_value_groups = 1
-    try:
+    with temporarily(module, num_key_value_groups=1):
         outputs = [eager(module, each, key, value, mask, **kwargs)[0] for each in queries]
-    finally:
-        module.num_key_value_groups = groups
     return torch.cat(outputs, 1).transpose(1, 2).reshape(rows, 1, heads, -1)
 
 

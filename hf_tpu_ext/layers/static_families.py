@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..temporarily import temporarily
+
 
 def use_static_code(model: nn.Module) -> None:
     """Give the modules of transformers that are named here another `forward`."""
@@ -112,13 +114,9 @@ _by_last_end, _with_whole_writes = _within(_LastEnd), _within(_WholeWrites)
 def _deberta(module: nn.Module, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
     """Upstream picks the rows with a label, unless it is told that each has one of several: then -100 stands for none."""
     is_class = labels is not None and module.num_labels > 1 and labels.ndim == 1 and not labels.is_floating_point()
-    before = module.config.problem_type
-    if is_class and before is None:
-        module.config.problem_type = "single_label_classification"
-    try:
+    problem_type = module.config.problem_type or ("single_label_classification" if is_class else None)
+    with temporarily(module.config, problem_type=problem_type):
         return type(module).forward(module, *args, labels=labels, **kwargs)
-    finally:
-        module.config.problem_type = before
 
 
 def _jetmoe_gating(module: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 
 import torch
@@ -16,6 +16,7 @@ from transformers.trainer_utils import unwrap_peft_model
 
 from ..errors import UserError
 from ..formatting import name_of_any_layer
+from ..temporarily import temporarily
 from .rounding import Rounding, split
 
 
@@ -221,14 +222,6 @@ def _modules_of_adapters(model: nn.Module) -> set[nn.Module]:
     }
 
 
-@contextmanager
-def without_rounding(rounding: Rounding | None) -> Iterator[None]:
+def without_rounding(rounding: Rounding | None) -> AbstractContextManager:
     """Within this context, layers compute with their weights as they are."""
-    if rounding is None or not rounding.on:
-        yield
-        return
-    rounding.on = False
-    try:
-        yield
-    finally:
-        rounding.on = True
+    return nullcontext() if rounding is None else temporarily(rounding, on=False)

@@ -302,8 +302,9 @@ def test_a_command_that_is_told_to_stop_has_the_status_of_its_processes(when_tol
     )
     command = [sys.executable, str(tmp_path / "process.py")]
     start = (
-        "import sys; from hf_tpu_ext.cli.launch import _run_by_torchrun, _status_of; "
-        f"sys.exit(_status_of(lambda: _run_by_torchrun(2, {command!r})))"
+        "import sys; from torch.distributed.run import parse_args, run; from hf_tpu_ext.cli.launch import _status_of; "
+        f"words = ['--standalone', '--nproc_per_node=2', '--no_python', *{command!r}]; "
+        "sys.exit(_status_of(lambda: run(parse_args(words))))"
     )
     with forked.Popen([sys.executable, "-c", start], stderr=subprocess.DEVNULL) as process:
         while len(list(tmp_path.glob("ready-*"))) < 2:
