@@ -78,9 +78,11 @@ def main(argv: list[str] | None = None) -> int:
 def command() -> int:
     """The `hf-tpu` of the shell: [`main`], where an unexpected error has an exit status that no answer has, `70` (`EX_SOFTWARE`)."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A file or a pipe has each line when it is written, also those of a run that is killed. A screen that does not have a
-        # character shows a question mark.
-        sys.stdout.reconfigure(line_buffering=True, errors="replace")
+        # A file or a pipe has each line when it is written, also those of a run that is killed.
+        sys.stdout.reconfigure(line_buffering=True)
+        if sys.stdout.encoding != "utf-8":
+            # A screen that does not have a character shows a question mark.
+            sys.stdout.reconfigure(errors="replace")
     # TRL, and upstream's own defaults, use the names that transformers has deprecated. No recipe can change that.
     warnings.filterwarnings(
         "ignore", ".*gradient_checkpointing.*is deprecated and will be removed in v6", FutureWarning

@@ -139,7 +139,7 @@ def test_script_and_parser(command, trainer, stock, tmp_path, monkeypatch):
 
     monkeypatch.setattr(trl, trainer, Trainer)
     rewards = SCRIPTS[command].rewards
-    script_cls = vars(script)[SCRIPTS[command].arguments] if rewards else trl.ScriptArguments
+    script_cls = vars(script)[f"{command.upper()}ScriptArguments"] if rewards else trl.ScriptArguments
     config = stock.config()
     config.trust_remote_code = False
     if command == "distillation":
