@@ -9,7 +9,7 @@ from ..generation.generator import DECODE, PREFILL
 from ..hardware.topologies import Topology
 from ..step.train_step import MICRO_STEP, OF_EVALUATION, OPTIMIZER_STEP
 from ..trainers.run.evaluation_steps import EVALUATION_STEP, PREDICTION_STEP
-from .programs import RESIDENT, CompiledProgram, TracedProgram
+from .programs import TracedProgram, find_state
 from .result import Plan
 from .trace import Run
 
@@ -60,7 +60,7 @@ def advise(plan: Plan, run: Run) -> list[str]:
     if plan.fits:
         return ["--search compiles variants, and says which of them are faster.", *_half_the_state(run)]
     needs = _find_needs(plan)
-    state = _find_state(plan.programs)
+    state = find_state(plan.programs)
     changes = _changes_of_state(state, plan.topology, run, len(needs))
     # Those of the state go together.
     left = math.prod(1 - change.saved[0] / sum(state.values()) for change in changes)
@@ -93,7 +93,7 @@ def advise_besides(plan: Plan, run: Run) -> list[str]:
         return []
     if plan.fits or plan.trials:
         return _half_the_state(run)
-    changes = _changes_of_state(_find_state(plan.programs), plan.topology, run)
+    changes = _changes_of_state(find_state(plan.programs), plan.topology, run)
     return [str(change) for change in changes if not change.setting.startswith("mesh")]
 
 
@@ -102,7 +102,7 @@ def foresee(programs: Sequence[TracedProgram], topology: Topology, run: Run) -> 
     A line for a run of which a chip has to keep so much (weights, optimizer state, gradients) that nothing else can fit, as is known
     before anything is compiled; `None` where there is room.
     """
-    state, limit = _find_state(programs), topology.chip.memory_bytes
+    state, limit = find_state(programs), topology.chip.memory_bytes
     if (kept := sum(state.values())) <= _NEARLY_ALL * limit:
         return None
     parts = ", ".join(f"{role} {format_bytes(size)}" for role, size in state.items() if size)
@@ -119,14 +119,9 @@ def _half_the_state(run: Run) -> list[str]:
     return [HALVES_STATE] if run.trains_in_float32 else []
 
 
-def _find_state(programs: Sequence[TracedProgram | CompiledProgram]) -> dict[str, int]:
-    """Bytes that a chip keeps while programs run, by role."""
-    return {role: max(program.resident[role] for program in programs) for role in RESIDENT}
-
-
 def _find_needs(plan: Plan) -> list[_Need]:
     """The programs that do not fit, first the one that needs most."""
-    limit, kept = plan.topology.chip.memory_bytes, sum(_find_state(plan.programs).values())
+    limit, kept = plan.topology.chip.memory_bytes, sum(find_state(plan.programs).values())
     needs = []
     for program in plan.programs:
         parts = plan.parts(program)

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .hlo_cost import Cost
@@ -136,3 +137,8 @@ class CompiledProgram:
             "activations and temporaries": self.memory["temp"],
             "generated code": self.memory["generated_code"],
         }
+
+
+def find_state(programs: Sequence[TracedProgram | CompiledProgram]) -> dict[str, int]:
+    """Bytes that a chip keeps while programs run, by role."""
+    return {role: max(program.resident[role] for program in programs) for role in RESIDENT}

@@ -51,7 +51,7 @@ class Trial:
     """
     A variant of the run that was compiled as well: what is different by name of the setting, whether it fits (`None`:
     it could not be told), the expected time of an optimizer step and tokens per second and chip in that time, or why that
-    is not known. Of a variant that the compiler refused, the memory is what it says.
+    is not known. Of a variant that the compiler refused, the memory is what it says. `no_batch_fits` where one row is too many.
     """
 
     settings: dict[str, str]
@@ -60,6 +60,7 @@ class Trial:
     seconds: float | None = None
     tokens_per_second: float | None = None
     error: str | None = None
+    no_batch_fits: bool = False
 
 
 @dataclass(frozen=True)

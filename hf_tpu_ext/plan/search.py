@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 
 from ..formatting import count, format_bytes, format_seconds
 from ..hardware.topologies import Topology
+from .programs import find_state
 from .result import Plan, Trial
 
 
@@ -154,10 +155,31 @@ def _meshes(topology: Topology) -> list[str]:
 def _as_trial(settings: dict[str, str], plan: Plan) -> Trial:
     errors = [program.error for program in plan.programs if program.error is not None]
     if errors:
-        return Trial(settings, plan.fits, plan.peak_bytes, error=errors[0])
+        return Trial(
+            settings, plan.fits, plan.peak_bytes, error=errors[0], no_batch_fits=_fits_with_no_batch(plan, settings)
+        )
     if not plan.programs:
         return Trial(settings, None, error="; ".join(plan.unknown))
-    return Trial(settings, plan.fits, plan.peak_bytes, plan.step.seconds[1], plan.tokens_per_second)
+    return Trial(
+        settings,
+        plan.fits,
+        plan.peak_bytes,
+        plan.step.seconds[1],
+        plan.tokens_per_second,
+        no_batch_fits=_fits_with_no_batch(plan, settings),
+    )
+
+
+def _fits_with_no_batch(plan: Plan, settings: Mapping[str, str]) -> bool:
+    """Whether even one row is too many: of what a chip does not keep, it needs at least its share."""
+    if plan.fits is not False:
+        return False
+    rows, kept = int(settings[_ROWS]), sum(find_state(plan.programs).values())
+    return (
+        rows == 1
+        or plan.peak_bytes is not None
+        and kept + (plan.peak_bytes - kept) / rows > plan.topology.chip.memory_bytes
+    )
 
 
 def _outcome(trial: Trial, limit: int) -> str:
@@ -167,7 +189,7 @@ def _outcome(trial: Trial, limit: int) -> str:
     if trial.fits:
         return f"{settings}: fits, {format_bytes(trial.peak_bytes)}, expected step {format_seconds(trial.seconds)}"
     lacking = "" if trial.peak_bytes is None else f", {format_bytes(trial.peak_bytes - limit)} too much"
-    return f"{settings}: does not fit{lacking}"
+    return f"{settings}: does not fit{lacking}{', nor does a smaller batch' if trial.no_batch_fits else ''}"
 
 
 def _one_batch(rows: int, limit: int) -> Generator[int, Trial, None]:
@@ -184,7 +206,7 @@ def find_largest_batch(start: int, limit: int) -> Generator[int, Trial, None]:
     rows = start
     for tries in itertools.count(1):
         trial = yield rows
-        if trial.fits is None:
+        if trial.fits is None or trial.no_batch_fits:
             return
         if trial.fits:
             largest = rows
@@ -244,7 +266,7 @@ def _advice(trials: list[Trial], settings: Mapping[str, str]) -> list[str]:
     without = [
         {name: value for name, value in trial.settings.items() if name != _ROWS}
         for trial in trials
-        if trial.fits is False and trial.settings[_ROWS] == "1"
+        if trial.no_batch_fits
     ]
     if without:
         advice.append(f"fits with no batch size: {'; '.join(map(_settings_in_words, without))}")

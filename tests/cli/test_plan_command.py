@@ -57,7 +57,7 @@ def plan(prepared, tmp_path):
         )
         assert not (tmp_path / "run").exists()
         planned = json.loads(output.read_text()) if output.exists() else None
-        return done.returncode, done.stdout + done.stderr, planned
+        return done.returncode, done.stderr + done.stdout, planned
 
     return run
 
@@ -170,6 +170,8 @@ def test_search_of_several_at_once_finds_the_same(plan):
 def test_does_not_fit(plan):
     status, page, planned = plan("--seq_lengths", "64", "--topology", "v5e-1", model="large")
     assert status == 1, page
+    # That the weights alone are too many is known before.
+    assert 0 <= page.index("Before anything is computed, weights") < page.index("compiling for v5e-1")
     assert "DOES NOT FIT" in page
     assert "RESOURCE_EXHAUSTED" in planned["programs"][-1]["error"]
     assert planned["derived"]["fits"] is False

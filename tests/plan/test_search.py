@@ -43,7 +43,8 @@ def make(topology, settings):
     temp = rows * row_bytes
     program = CompiledProgram("training step", (rows * chip.num_chips, 1024), 1.0)
     if (excess := STATE[mesh] + temp - chip.chip.memory_bytes) > 0:
-        program = replace(program, error=f"RESOURCE_EXHAUSTED: Exceeded hbm capacity by {excess / 2**30:.2f}G.")
+        error = f"RESOURCE_EXHAUSTED: Exceeded hbm capacity by {excess / 2**30:.2f}G."
+        program = replace(program, error=error, arguments={"weights": STATE[mesh]})
     else:
         memory = {"argument": STATE[mesh], "output": 0, "alias": 0, "temp": temp, "generated_code": 0}
         # Weights are read once, whatever the batch is.
@@ -165,6 +166,24 @@ def test_what_is_known_is_there_after_each_variant(capsys):
             assert re.match(rf"variant {number - 1} \(\d of 6 combinations done\): rematerialization: ", told[-1])
     steps.close()
     assert len(tried) == 7
+
+
+@pytest.mark.parametrize(("state", "batches"), [(17.5, ["8"]), (16.8, ["8"]), (16.6, ["8", "4", "1", "2"])])
+def test_smaller_batches_are_not_tried_where_none_can_fit(monkeypatch, capsys, state, batches):
+    """Of 16.91 GB, weights and state leave less than the share of one row, which is 0.25 GB."""
+    monkeypatch.setitem(STATE, "data", round(state * GB))
+    settings = {"rematerialization": "full", "mesh": "data", "per_device_train_batch_size": "8"}
+    tried = []
+
+    def noted(variant):
+        tried.append(variant["per_device_train_batch_size"])
+        return traced("v5e-8")(variant)
+
+    found = search(make("v5e-8", settings), settings, ["per_device_train_batch_size"], noted)
+    assert tried[: len(batches)] == batches
+    if len(batches) == 1:
+        assert tried == batches and found.trials == []
+        assert " too much, nor does a smaller batch\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", NAMES)
