@@ -198,7 +198,7 @@ def _run(argv: list[str]) -> int:
         if (line := foresee(programs, topology, own)) is not None:
             print(line, file=sys.stderr, flush=True)
         plan = own_plan = compiler_of(programs, own)(jobs, options.hlo)
-        plan = replace(plan, advice=advise(plan, own))
+        plan = replace(plan, advice=advise(plan, own, is_searched=options.search is not None))
         print(render(plan))
         write_json(plan.to_json())
 

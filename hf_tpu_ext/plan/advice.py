@@ -50,15 +50,16 @@ class _Need:
     activations: int
 
 
-def advise(plan: Plan, run: Run) -> list[str]:
+def advise(plan: Plan, run: Run, is_searched: bool = False) -> list[str]:
     """
     What to try, of a plan whose variants were not compiled: changes of which one alone may be enough by the plan's numbers, or, where
-    there is none, all that help. First what saves most.
+    there is none, all that help. First what saves most. A search is advised where the next step is none.
     """
     if plan.fits is None:
         return []
     if plan.fits:
-        return ["--search compiles variants, and says which of them are faster.", *_half_the_state(run)]
+        faster = [] if is_searched else ["--search compiles variants, and says which of them are faster."]
+        return faster + _half_the_state(run)
     needs = _find_needs(plan)
     state = find_state(plan.programs)
     changes = _changes_of_state(state, plan.topology, run, len(needs))
@@ -82,7 +83,7 @@ def advise(plan: Plan, run: Run) -> list[str]:
     advice = [str(change) for change in best_first]
     if not enough:
         advice.insert(0, "No one of these is enough, and several may be:")
-    if any(change.setting.startswith(_SEARCHED) for change in best_first):
+    if not is_searched and any(change.setting.startswith(_SEARCHED) for change in best_first):
         advice.append("--search compiles variants, and says which of them fit.")
     return advice
 

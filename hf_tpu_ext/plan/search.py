@@ -102,7 +102,7 @@ def _announce(plan: Plan, variants: Sequence[_Variant], varies_rows: bool, jobs:
         what += f" of settings, each with about {_USUAL_TRIES} batch sizes until the largest that fits is known"
         number *= _USUAL_TRIES
     return (
-        f"Search: {what}. The first was compiled in {format_seconds(seconds)}; at this rate all take "
+        f"\nSearch: {what}. The first was compiled in {format_seconds(seconds)}; at this rate all take "
         f"{format_seconds(number * seconds / min(jobs, len(variants)))}, {min(jobs, len(variants))} at once. Each has a line as soon as "
         "it is compiled. Ctrl-C stops the search, and keeps what is known."
     )

@@ -72,6 +72,7 @@ def test_weights_that_fill_a_chip_are_sharded(refused):
     assert quantize.startswith("load_in_4bit: true (QLoRA)")
     assert search == "--search compiles variants, and says which of them fit."
     assert settings(advise(planned, replace(LORA, is_quantized=True))) == ["mesh: fsdp"]
+    assert advise(planned, LORA, is_searched=True) == [mesh, quantize]
 
 
 def test_of_several_changes_the_first_saves_most():
@@ -142,6 +143,7 @@ def test_without_numbers_advises_all_that_is_not_set():
 def test_of_a_plan_that_fits_or_is_not_known():
     planned = plan(program("training step", {"weights": 2}, 2))
     faster = "--search compiles variants, and says which of them are faster."
+    assert advise(planned, LORA, is_searched=True) == []
     assert advise(planned, LORA) == [faster] and advise(planned, FULL) == [faster, HALVES_STATE]
     assert advise_besides(planned, LORA) == [] and advise_besides(planned, FULL) == [HALVES_STATE]
     unknown = replace(planned, programs=[], unknown=["the TPU compiler is not installed"])
