@@ -88,7 +88,6 @@ class SetUpMixin:
             overrides_loss=overrides_loss(type(self)),
         )
         check_numbers(args)
-        check_model_names(arguments.arguments)
         self.compiled = adapt_arguments(args)
         quantization = None
         if self.backend.unknown_upstream:
@@ -131,6 +130,7 @@ class SetUpMixin:
         self.copies = WeightCopies(self.backend)
         self.frozen = ShortFrozenWeights(self.backend)
         self.averaging = Averaging(self.backend, self.layers, lambda: self.plain_optimizer, extension)
+        check_model_names(arguments.arguments)
         check_architecture(args, arguments.arguments)
         arguments.arguments["args"] = self.compiled.args
         # By name, of an optimizer that is given. Otherwise nothing holds on to what they are on the host.
