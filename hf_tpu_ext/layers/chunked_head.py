@@ -10,7 +10,6 @@ from torch import Tensor
 from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS, _backward_tile, _forward_tile
 
 from ..backends.base import Backend
-from ..temporarily import temporarily
 from .autocast import matmul_dtype
 
 
@@ -34,8 +33,11 @@ def head_computed_by(apply: Callable[..., tuple]) -> Iterator[None]:
 def head_wrapped_by(wrap: Callable[[Callable], Callable]) -> Iterator[None]:
     """Within this context, TRL's fused language model head is computed by `wrap(apply)` of what computes it outside."""
     function = trl.trainer.utils._ChunkedLogProbFunction
-    with temporarily(trl.trainer.utils, _ChunkedLogProbFunction=SimpleNamespace(apply=wrap(function.apply))):
+    trl.trainer.utils._ChunkedLogProbFunction = SimpleNamespace(apply=wrap(function.apply))
+    try:
         yield
+    finally:
+        trl.trainer.utils._ChunkedLogProbFunction = function
 
 
 class LoopedLogProbs(torch.autograd.Function):

@@ -8,6 +8,7 @@ from ..backends.compiled_function import ShapeAndDtype
 from ..backends.folded_numbers import FOLDED_NUMBERS
 from ..backends.insight import Operation
 from ..formatting import dtype_name
+from ..step import deferred_reads
 from .source_lines import describe_line
 
 
@@ -107,6 +108,8 @@ def compare_operations(before: Sequence[Operation], after: Sequence[Operation]) 
         return None
     old, new = pairs[index]
     places = [operation.place for operation in (new, old) if operation is not None and operation.place is not None]
+    # Of an operator that a mode has handed on, torch_xla records the line of the mode.
+    places = [place for place in places if place.file != deferred_reads.__file__]
     where = f" [{describe_line(places[0])}]" if places else ""
     if old is not None and new is not None:
         if {old.name, new.name} <= {"constant", "parameter"} and old.shape == new.shape:

@@ -20,7 +20,16 @@ from hf_tpu_ext.cli.main import _TRAINING, _parser
 
 # Names that stand with a value in messages and are set by no config: of modules, launchers and other libraries.
 _OTHERS = {
-    *("torch_tpu", "torch_xla", "input_ids", "seq_length", "attn_implementation", "requires_grad", "nproc_per_node"),
+    *(
+        "torch_tpu",
+        "torch_xla",
+        "input_ids",
+        "seq_length",
+        "attn_implementation",
+        "requires_grad",
+        "nproc_per_node",
+        "ref_model",
+    ),
     *(
         "in_features",
         "out_features",

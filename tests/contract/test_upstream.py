@@ -151,6 +151,7 @@ def test_every_override_is_a_hook_and_every_other_name_is_free():
 
 # Upstream's own, set on purpose.
 SET = {
+    "compute_loss_func",
     "_total_train_tokens",
     "current_flos",
     "current_gradient_accumulation_steps",
@@ -171,7 +172,6 @@ READ = {
     "accelerator",
     "args",
     "callback_handler",
-    "compute_loss_func",
     "current_flos",
     "current_gradient_accumulation_steps",
     "eval_dataset",

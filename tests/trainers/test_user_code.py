@@ -1,8 +1,10 @@
 """Replay follows Python: what a step could have read is compared at each step, and code of the user's is found and named."""
 
+import inspect
 import random
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
@@ -439,3 +441,19 @@ def test_a_loss_set_in_the_middle_of_a_run_is_used(runs, same_logs, caplog):
     (ours, replays), (traced, _) = trainers
     assert replays > 0
     same_logs(ours, traced, rel=0)
+
+
+def test_lines_of_a_loss_of_ones_own_are_named(runs):
+    """Upstream's loss runs with its reads deferred, which has a line of Python in each call of an operator."""
+    calls = count()
+
+    def own_loss(outputs, labels, num_items_in_batch=None):
+        length = 8 if next(calls) < 2 else 7
+        logits = outputs.logits[:, :length]
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels[:, :length].flatten())
+
+    trainer = runs.ours(config_cls=TPUSFTConfig, max_steps=4, logging_steps=4, kwargs={"compute_loss_func": own_loss})
+    causes = [event.cause for event in trainer.watch.events_of_run if event.cause is not None]
+    lines, first = inspect.getsourcelines(own_loss)
+    named = [f"[test_user_code.py:{first + index}]" for index in (2, 3)]
+    assert causes and all(any(line in cause for line in named) for cause in causes), causes

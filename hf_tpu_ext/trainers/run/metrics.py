@@ -1,13 +1,14 @@
 """The metrics of a TRL trainer, summed on the device between two logs."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import _pop_mode_temporarily
 from transformers import Trainer
 
 from ...step.deferred_reads import Appended, DeferredReads, metrics_in
@@ -65,11 +66,15 @@ class MetricsMixin:
         vars(self)[self._metrics_kept_in] = appended_values
         self._total_train_tokens = 0
         self._defers_metrics = True
+        loss_func = self.compute_loss_func
+        if loss_func is not None:
+            self.compute_loss_func = partial(_without_mode, loss_func)
         try:
             with reads:
                 yield
             self._add_metrics(mode, appended_values[mode], self._total_train_tokens)
         finally:
+            self.compute_loss_func = loss_func
             vars(self)[self._metrics_kept_in], self._total_train_tokens = upstream_lists, total
             self._defers_metrics = False
 
@@ -164,3 +169,9 @@ def _metrics_of(cls: type[Trainer]) -> frozenset[str]:
     """The metrics that the loss of a trainer class appends, by its source."""
     functions = (function for name in names_of_a_step(cls, ("compute_loss",)) for function in functions_of(cls, name))
     return frozenset(metric for function in functions for metric in metrics_in(syntax_of(function)))
+
+
+def _without_mode(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call code of the user's outside of [`DeferredReads`], whose line torch_xla would record for that of each of its operators."""
+    with _pop_mode_temporarily():
+        return function(*args, **kwargs)
