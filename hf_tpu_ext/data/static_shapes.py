@@ -295,7 +295,9 @@ class ShapeGuard:
         unseen = [key for key in changed_keys if all(shapes.get(key) != new.get(key) for shapes in earlier)]
         key = (unseen or changed_keys)[0]
         before, after = (str(tuple(shapes[key])) if key in shapes else "absent" for shapes in (first, new))
-        if key in first and key in new and first[key][1:] == new[key][1:]:
+        if key not in first or key not in new:
+            fix = f"Yield the same keys in every batch: `{key}` in each or in none."
+        elif first[key][1:] == new[key][1:]:
             fix = "Yield the same number of rows in every batch, or set `dataloader_drop_last=True`."
         else:
             length = f" (`max_length={self.lengths[-1]}`)" if self.lengths else ""

@@ -242,7 +242,7 @@ def test_guard_names_the_key_that_varies():
 def test_guard_names_a_key_that_comes_or_goes():
     guard = ShapeGuard(1, [8])
     guard.check(batch_of(4, 8))
-    with pytest.raises(ValueError, match=r"`spans` was absent .* is \(4, 3\) now"):
+    with pytest.raises(ValueError, match=r"`spans` was absent .* is \(4, 3\) now.*same keys in every batch: `spans`"):
         guard.check(batch_of(4, 8, spans=torch.zeros(4, 3)))
 
 
