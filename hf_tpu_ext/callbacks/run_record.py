@@ -37,6 +37,7 @@ class RunRecord(TrainerCallback):
         programs (`Callable[[], Sequence[ProgramEvent]]`): Lists the programs that the run has compiled so far.
         spent (`Callable[[], Counters]`): Tells what the run has compiled, run and transferred so far.
         why_traced (`Callable[[], str | None]`): Says why steps are not replayed, as a clause; `None` if they are.
+        syncs (`Callable[[], list[str]]`): Names what has read the device outside of logs.
     """
 
     def __init__(
@@ -47,12 +48,13 @@ class RunRecord(TrainerCallback):
         programs: Callable[[], Sequence[ProgramEvent]],
         spent: Callable[[], Counters],
         why_traced: Callable[[], str | None],
+        syncs: Callable[[], list[str]],
     ):
         self._backend = backend
         self._describe = describe
         self._status = status
         self._programs = programs
-        self._spent, self._why_traced = spent, why_traced
+        self._spent, self._why_traced, self._syncs = spent, why_traced, syncs
         self._programs_written: list[ProgramEvent] = []
         self._samples: Sequence[Mapping[str, str]] = ()
         self._writer: RecordWriter | None = None
@@ -125,7 +127,7 @@ class RunRecord(TrainerCallback):
             self._write("save", step=state.global_step, **self._totals())
 
     def _totals(self) -> dict[str, Any]:
-        totals = {"counters": asdict(self._spent()), "why_traced": self._why_traced()}
+        totals = {"counters": asdict(self._spent()), "why_traced": self._why_traced(), "syncs": self._syncs()}
         if self._status is None:
             return {**totals, "phases": {}, "step_times": {}, "batches": []}
         return {

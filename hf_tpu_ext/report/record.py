@@ -155,6 +155,11 @@ class Run:
         return self.sessions[-1].totals.get("why_traced")
 
     @property
+    def syncs(self) -> list[str]:
+        """What has read the device outside of logs, as far as it is recorded."""
+        return self.sessions[-1].totals.get("syncs") or []
+
+    @property
     def counters(self) -> Counter[str]:
         """What the runtime has compiled, run and transferred in all sessions, as far as it is recorded."""
         return sum((Counter(session.totals.get("counters")) for session in self.sessions), Counter())
@@ -240,7 +245,7 @@ def _add(run: Run, entry: dict[str, Any]) -> None:
     if entry["event"] in ("log", "save", "end"):
         session.totals = {name: entry[name] for name in ("phases", "step_times", "batches")}
         # Records of earlier versions do not have these in every log.
-        session.totals |= {name: entry.get(name) for name in ("counters", "why_traced")}
+        session.totals |= {name: entry.get(name) for name in ("counters", "why_traced", "syncs")}
     match entry["event"]:
         case "log":
             log = {"step": entry["step"], "at": at, **entry["logs"]}

@@ -224,6 +224,8 @@ def compilations_of(run: Run) -> dict[str, str]:
         lines["recompilations"] = f"{len(again)} in {seconds}: {count_each(one['cause'] for one in again)}"
     if run.why_traced is not None:
         lines["step replay"] = f"off: {run.why_traced}"
+    if run.syncs:
+        lines["device-to-host syncs"] = "; ".join(run.syncs)
     if run.counters["executions"]:
         lines["executions"] = f"{run.counters['executions']:,}, {run.counters['replays']:,} of them replayed"
     return lines
@@ -249,6 +251,8 @@ def _programs(run: Run) -> Section:
         )
     if run.why_traced is not None:
         section.lines.append(f"Step replay is off: {run.why_traced}.")
+    if run.syncs:
+        section.lines.append(f"Device-to-host syncs outside of logs: {'; '.join(run.syncs)}.")
     counters = run.counters
     if counters["executions"]:
         section.lines.append(

@@ -199,8 +199,13 @@ class SyncMonitor(TrainerCallback):
             tqdm.write(line)
         if self.syncs:
             reads = self._backend.insight.stray_reads() - self._first_reads
-            text = "; ".join(_describe(read) for read in self.syncs)
-            tqdm.write(f"Device-to-host syncs outside of logs: {reads} until step {step}. {text}")
+            tqdm.write(
+                f"Device-to-host syncs outside of logs: {reads} until step {step}. {'; '.join(self.describe())}"
+            )
+
+    def describe(self) -> list[str]:
+        """What has read the device outside of logs, each place in words."""
+        return list(map(_describe, self.syncs))
 
 
 def _describe(read: Read) -> str:

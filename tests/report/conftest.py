@@ -44,6 +44,7 @@ def log(step, at, number=1, why_traced=None, **logs):
         ],
         "counters": {**END["counters"], "executions": step - 1, "replays": 0 if why_traced else step - 2},
         "why_traced": why_traced,
+        "syncs": ["`.item()` syncs device to host [mine.py:9]"] if why_traced else [],
     }
 
 

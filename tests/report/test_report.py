@@ -226,7 +226,11 @@ def test_why_runs_compiled_more(write_run, tmp_path):
     assert "| executions | 40, 38 of them replayed | 39, 0 of them replayed |" in markdown
     assert "| first compilations | training step (1x) | training step (1x) |" in markdown
     assert "| step replay |  | off: Mine, a callback |" in markdown
-    assert "Step replay is off: Mine, a callback." in make_report(runs[1:]).with_suffix(".md").read_text()
+    read = r"\`.item()\` syncs device to host [mine.py:9]"
+    assert f"| device-to-host syncs |  | {read} |" in markdown
+    alone = make_report(runs[1:]).with_suffix(".md").read_text()
+    assert "Step replay is off: Mine, a callback." in alone
+    assert f"Device-to-host syncs outside of logs: {read}." in alone
 
 
 def test_steps_far_apart_are_readable(write_run, tmp_path):

@@ -1,5 +1,6 @@
 """The record and the report of a run."""
 
+import inspect
 import itertools
 import json
 import time
@@ -65,6 +66,20 @@ def test_a_run_leaves_its_report(runs, capsys):
     assert [path for path in written if b"hf_secret" in path.read_bytes()] == []
     assert str(runs.model_dir) in text and "micro-step" in text
     assert f"Report: {runs.output_dir / 'report.html'}" in capsys.readouterr().out
+
+
+class _Reads(TrainerCallback):
+    def on_step_end(self, args, state, control, model, **kwargs):
+        next(model.parameters()).sum().item()
+
+
+def test_code_and_syncs_of_the_users_are_in_the_record(runs):
+    runs.ours(**{**CONFIG, "max_steps": 8}, kwargs={"callbacks": [_Reads()]})
+    run = read_run(runs.output_dir)
+    line = inspect.getsourcelines(_Reads)[1]
+    assert run.begin["arguments"]["callbacks"] == f"_Reads, test_run_record.py:{line}"
+    assert "callbacks" in run.begin["changed"] and "data_collator" not in run.begin["arguments"]
+    assert run.syncs == [f"`.item()` syncs device to host [test_run_record.py:{line + 2}]"]
 
 
 class _Compiles(TrainerCallback):

@@ -104,11 +104,12 @@ class RunFactsMixin:
         """What the record of a run says of it, as JSON: the arguments as they were given, the facts as it began."""
         model, backend, config = unwrap_peft_model(self.model), self.backend, args.to_dict()
         adapter, datasets = _settings_of_adapter(self.model), named_datasets(vars(self))
+        own_code = self.describe_own_code()
         parameters, num_trained = count_parameters(self.model)
         return {
             "versions": find_versions(),
-            "arguments": config | adapter,
-            "changed": sorted([*adapter, *(name for name in _changed_fields(args) if name in config)]),
+            "arguments": config | adapter | own_code,
+            "changed": sorted([*adapter, *own_code, *(name for name in _changed_fields(args) if name in config)]),
             "model": {
                 "name": model.config.name_or_path if isinstance(model, PreTrainedModel) else type(model).__name__,
                 "parameters": parameters,

@@ -51,6 +51,7 @@ class StatusMixin(RunFactsMixin):
                 lambda: self.watch.events_of_run if self.backend.static_shapes else (),
                 lambda: lines.spent,
                 lambda: self.steps.why_traced if self.backend.static_shapes else None,
+                lambda: self.sync_monitor.describe() if self.backend.static_shapes else [],
             )
         )
 

@@ -95,10 +95,25 @@ class WatchMixin:
 
     def _name_collator(self) -> str:
         """The collator that the user gave, or has put in its place since."""
+        return _describe_code(self._innermost_collator())
+
+    def _innermost_collator(self) -> Callable:
         collator = self.data_collator
         while isinstance(collator, partial | WrappedCollator):
             collator = collator.func if isinstance(collator, partial) else collator.collator
-        return _describe_code(collator if inspect.isroutine(collator) else type(collator))
+        return collator
+
+    def describe_own_code(self) -> dict[str, str]:
+        """Names and lines of the code that the user gave, by the arguments that take it, besides models."""
+        given = {
+            "trainer": [self],
+            "data_collator": [self._innermost_collator()],
+            "callbacks": self.callback_handler.callbacks,
+            "compute_loss_func": [self.compute_loss_func],
+            "compute_metrics": [self.compute_metrics],
+        }
+        own = {name: [code for code in codes if code is not None and _is_own(code)] for name, codes in given.items()}
+        return {name: "; ".join(map(_describe_code, codes)) for name, codes in own.items() if codes}
 
     # ---- What a program depends on ----
 
@@ -132,8 +147,18 @@ class WatchMixin:
         return fingerprint.change
 
 
-def _describe_code(code: Callable) -> str:
+def _written(code: Any) -> Any:
+    """What has the name and the lines of some code: a function or a class."""
+    return code if inspect.isroutine(code) or isinstance(code, type) else type(code)
+
+
+def _is_own(code: Any) -> bool:
+    return not is_known(_written(code).__module__)
+
+
+def _describe_code(code: Any) -> str:
     """Name and line of a function or a class; the name alone where it was written in a shell, or in a known package."""
+    code = _written(code)
     name = code.__qualname__.rpartition("<locals>.")[2]
     try:
         line = SourceLine(inspect.getsourcefile(code), inspect.getsourcelines(code)[1])
