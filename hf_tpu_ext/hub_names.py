@@ -23,8 +23,15 @@ def hint_at_similar(path: str) -> str:
     return f" Did you mean {os.path.join(directory, near[0])!r}?" if near else ""
 
 
-def lacks_tokenizer(name: str) -> bool:
-    """Whether a name is a directory with a model's configuration and without a tokenizer. Of a Llama's, upstream makes one without words."""
+def why_no_tokenizer(name: str) -> str | None:
+    """
+    The start of a message for a directory with a model's configuration and without a tokenizer, `None` for every other name. Of a
+    Llama's, upstream makes a tokenizer without words.
+    """
     directory = Path(name)
-    has_config = (directory / "config.json").is_file()
-    return has_config and not any(chain.from_iterable(map(directory.glob, _OF_TOKENIZERS)))
+    if not (directory / "config.json").is_file() or any(chain.from_iterable(map(directory.glob, _OF_TOKENIZERS))):
+        return None
+    return (
+        f"the directory {name!r} has a model's config.json, and no tokenizer. Copy the model's own beside it (tokenizer.json, "
+        "tokenizer_config.json, chat_template.jinja)"
+    )

@@ -103,7 +103,8 @@ class RunLines(TrainerCallback):
             strays = self._backend.insight.stray_reads() - self._strays_at_start
             tqdm.write(
                 f"Trained {count(steps, 'step')}: {count(spent.compiles, 'graph')} compiled{loads} in {spent.compile_seconds:.1f} s, "
-                f"{count(spent.executions, 'execution')} ({spent.replays} replayed), {count(spent.reads, 'device-to-host transfer')} ({strays} by user code), "
+                f"{count(spent.executions, 'execution')} ({spent.replays} replayed), "
+                f"{count(spent.reads, 'device-to-host transfer')} ({strays} by user code), "
                 f"{count(spent.fallbacks, 'CPU fallback')} (including evaluation, logs and checkpoints)"
             )
         if (cache := self._backend.cache_use()) is not None:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from ..errors import UserError
-from ..hub_names import hint_at_similar, lacks_tokenizer, may_be_on_hub
+from ..hub_names import hint_at_similar, may_be_on_hub, why_no_tokenizer
 from .recipe import Recipe
 
 
@@ -33,11 +33,8 @@ def check_paths(recipe: Recipe, reads_data: bool = True) -> None:
         value = recipe.get(key)
         if key == "dataset_name" and isinstance(value, str) and os.path.isfile(value):
             _refuse_file(recipe, value)
-        if key == "model_name_or_path" and isinstance(value, str) and lacks_tokenizer(value):
-            raise NoSuchPath(
-                f"{recipe.where(key)}: the directory {value!r} has a model's config.json, and no tokenizer. Copy the model's own beside "
-                "it (tokenizer.json, tokenizer_config.json, chat_template.jinja)."
-            )
+        if key == "model_name_or_path" and isinstance(value, str) and (reason := why_no_tokenizer(value)) is not None:
+            raise NoSuchPath(f"{recipe.where(key)}: {reason}.")
         if not isinstance(value, str) or "://" in value or os.path.exists(value):
             continue
         message = f"{recipe.where(key)}: {key} is {value!r}, and there is no such file or directory in {os.getcwd()}, where paths begin."

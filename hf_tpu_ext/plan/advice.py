@@ -14,16 +14,14 @@ from .result import Plan
 from .trace import Run
 
 
+_BFLOAT16 = "dtype: bfloat16"
+_HALVES = " halves weights, gradients and optimizer state, which are float32; updates are rounded to it, too"
 #: Advice where all weights are trained in float32.
-HALVES_STATE = (
-    "dtype: bfloat16 halves weights, gradients and optimizer state, which are float32; updates are rounded to it, too"
-)
+HALVES_STATE = _BFLOAT16 + _HALVES
 # What of a chip is left with less is not enough for the activations of any step.
 _NEARLY_ALL = 0.9
 # A weight of 16 bits with 4, and a scale of 32 for each 64 of them.
 _SAVED_BY_4_BITS = 1 - 4.5 / 16
-
-
 # Changes of what a search tries.
 _SEARCHED = ("mesh", "rematerialization", "per_device_train_batch_size")
 
@@ -146,7 +144,7 @@ def _changes_of_state(state: Mapping[str, int], topology: Topology, run: Run, ne
     elif not run.is_quantized:
         found.append(("load_in_4bit: true", " (QLoRA), for the frozen weights", weights * _SAVED_BY_4_BITS))
     if run.trains_in_float32:
-        found.append(("dtype: bfloat16", HALVES_STATE.removeprefix("dtype: bfloat16"), total / 2))
+        found.append((_BFLOAT16, _HALVES, total / 2))
     return [_Change(setting, effect, [saved] * needs) for setting, effect, saved in found]
 
 

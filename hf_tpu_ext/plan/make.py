@@ -35,7 +35,8 @@ def make_plan(
     stop: Event | None = None,
 ) -> Plan:
     """
-    Compile the programs of a run, and put together what is known of it. `jobs` programs are compiled at once, and their text is written to `output_dir`. `quiet` leaves out the progress, and `stop` ends the compilers when it is set.
+    Compile the programs of a run, and put together what is known of it. `jobs` programs are compiled at once, and their text is
+    written to `output_dir`. `quiet` leaves out the progress, and `stop` ends the compilers when it is set.
 
     Where the compiler is not there, the plan has no programs and says how to install it. Raises `ValueError` if the
     compiler was stopped or does not know the topology, or the prices cannot be read.

@@ -153,21 +153,13 @@ def _meshes(topology: Topology) -> list[str]:
 
 
 def _as_trial(settings: dict[str, str], plan: Plan) -> Trial:
-    errors = [program.error for program in plan.programs if program.error is not None]
-    if errors:
-        return Trial(
-            settings, plan.fits, plan.peak_bytes, error=errors[0], no_batch_fits=_fits_with_no_batch(plan, settings)
-        )
     if not plan.programs:
         return Trial(settings, None, error="; ".join(plan.unknown))
-    return Trial(
-        settings,
-        plan.fits,
-        plan.peak_bytes,
-        plan.step.seconds[1],
-        plan.tokens_per_second,
-        no_batch_fits=_fits_with_no_batch(plan, settings),
-    )
+    trial = Trial(settings, plan.fits, plan.peak_bytes, no_batch_fits=_fits_with_no_batch(plan, settings))
+    errors = [program.error for program in plan.programs if program.error is not None]
+    if errors:
+        return replace(trial, error=errors[0])
+    return replace(trial, seconds=plan.step.seconds[1], tokens_per_second=plan.tokens_per_second)
 
 
 def _fits_with_no_batch(plan: Plan, settings: Mapping[str, str]) -> bool:

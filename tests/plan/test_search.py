@@ -24,9 +24,15 @@ ROW = {"none": (3 * GB, 76 * 10**5), "dots": (GB, 84 * 10**5), "full": (GB // 4,
 STATE = {None: 2 * GB, "data": 12 * GB, "fsdp": 2 * GB}
 
 
-def traced(topology):
-    """What a search is given: it traces a variant, and what it returns compiles it."""
-    return lambda settings: lambda jobs: make(topology, settings)
+def traced(topology, tried=None):
+    """What a search is given: it traces a variant, and what it returns compiles it. Settings are added to `tried`."""
+
+    def trace(settings):
+        if tried is not None:
+            tried.append(settings)
+        return lambda jobs: make(topology, settings)
+
+    return trace
 
 
 def search(*args):
@@ -56,16 +62,11 @@ def make(topology, settings):
 @pytest.mark.parametrize(("topology", "start"), [("v5e-1", 4), ("v5e-8", 4), ("v5e-1", 64), ("v5e-1", 1)])
 def test_finds_the_largest_batch_of_each_variant_in_few_compilations(topology, start):
     tried = []
-
-    def noted(settings):
-        tried.append(settings)
-        return traced(topology)(settings)
-
     meshes = [None] if topology == "v5e-1" else ["data", "fsdp"]
     first = {"rematerialization": "full", "per_device_train_batch_size": str(start)} | (
         {} if meshes == [None] else {"mesh": "fsdp"}
     )
-    found = search(make(topology, first), first, NAMES, noted)
+    found = search(make(topology, first), first, NAMES, traced(topology, tried))
     limit = found.topology.chip.memory_bytes
     assert len(tried) <= 5 * len(ROW) * len(meshes)
     assert len(tried) == len({tuple(settings.items()) for settings in tried})
@@ -149,12 +150,7 @@ def test_what_is_known_is_there_after_each_variant(capsys):
     """Somebody may stop before the end."""
     first = {"rematerialization": "dots", "mesh": "fsdp", "per_device_train_batch_size": "4"}
     tried = []
-
-    def noted(settings):
-        tried.append(settings)
-        return traced("v5e-8")(settings)
-
-    steps = search_step_by_step(make("v5e-8", first), first, NAMES, noted)
+    steps = search_step_by_step(make("v5e-8", first), first, NAMES, traced("v5e-8", tried))
     for number in range(1, 8):
         found = next(steps)
         assert tried[0] == first and len(tried) == number
@@ -173,13 +169,9 @@ def test_smaller_batches_are_not_tried_where_none_can_fit(monkeypatch, capsys, s
     """Of 16.91 GB, weights and state leave less than the share of one row, which is 0.25 GB."""
     monkeypatch.setitem(STATE, "data", round(state * GB))
     settings = {"rematerialization": "full", "mesh": "data", "per_device_train_batch_size": "8"}
-    tried = []
-
-    def noted(variant):
-        tried.append(variant["per_device_train_batch_size"])
-        return traced("v5e-8")(variant)
-
-    found = search(make("v5e-8", settings), settings, ["per_device_train_batch_size"], noted)
+    variants = []
+    found = search(make("v5e-8", settings), settings, ["per_device_train_batch_size"], traced("v5e-8", variants))
+    tried = [variant["per_device_train_batch_size"] for variant in variants]
     assert tried[: len(batches)] == batches
     if len(batches) == 1:
         assert tried == batches and found.trials == []
@@ -190,12 +182,7 @@ def test_smaller_batches_are_not_tried_where_none_can_fit(monkeypatch, capsys, s
 def test_varies_what_it_is_told_to(name):
     settings = {"rematerialization": "full", "mesh": "fsdp", "per_device_train_batch_size": "4"}
     tried = []
-
-    def noted(variant):
-        tried.append(variant)
-        return traced("v5e-8")(variant)
-
-    search(make("v5e-8", settings), settings, [name], noted)
+    search(make("v5e-8", settings), settings, [name], traced("v5e-8", tried))
     assert len(tried) > 1
     for variant in tried:
         assert variant.keys() == settings.keys()

@@ -30,8 +30,10 @@ def check_adapter(trainer_kwargs: Mapping[str, Any]) -> None:
 
 def check_modules_of_adapter(model: nn.Module) -> None:
     """Warn of modules that an adapter's settings name and the model does not have. PEFT leaves them out without a word, if it finds one."""
+    if not isinstance(model, PeftModel):
+        return
     modules = [name for name, _ in model.named_modules()]
-    for config in model.peft_config.values() if isinstance(model, PeftModel) else ():
+    for config in model.peft_config.values():
         for setting in ("target_modules", "modules_to_save"):
             names = vars(config).get(setting)
             for name in names if isinstance(names, (list, set)) else ():

@@ -13,7 +13,7 @@ from trl import RewardConfig
 
 from ...backends import select_backend
 from ...errors import UserError
-from ...hub_names import hint_at_similar, lacks_tokenizer, may_be_on_hub
+from ...hub_names import hint_at_similar, may_be_on_hub, why_no_tokenizer
 from ..configs import ExtensionArguments
 from .answers import Place
 from .fields import adapt
@@ -73,11 +73,8 @@ def check_model_names(trainer_kwargs: Mapping[str, Any]) -> None:
         raise UserError(
             f"model={model!r}: there is no such directory in {os.getcwd()}, where paths begin.{hint_at_similar(model)}"
         )
-    if lacks_tokenizer(model) and trainer_kwargs.get("processing_class") is None:
-        raise UserError(
-            f"model={model!r}: the directory has a model's config.json, and no tokenizer. Copy the model's own beside it "
-            "(tokenizer.json, tokenizer_config.json, chat_template.jinja), or pass processing_class=AutoTokenizer.from_pretrained(...)."
-        )
+    if trainer_kwargs.get("processing_class") is None and (reason := why_no_tokenizer(model)) is not None:
+        raise UserError(f"model: {reason}, or pass processing_class=AutoTokenizer.from_pretrained(...).")
 
 
 def check_architecture(args: TrainingArguments, trainer_kwargs: Mapping[str, Any]) -> None:
