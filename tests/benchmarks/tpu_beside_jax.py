@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--only", metavar="WORDS", default="", help="compile only the runs whose row has these words")
     arguments = parser.parse_args()
     lines = [
-        "| model | run | on | step | cycles | of kernels, at the peak rate | millions of cycles by part | temporary memory | CPU seconds to compile |",
+        "| model | run | on | step | cycles | kernels besides, at the peak rate | millions of cycles by part | temporary memory | CPU seconds to compile |",
         "|---|---|---|---|---:|---:|---|---:|---:|",
     ]
     measured = []

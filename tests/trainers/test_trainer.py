@@ -1,6 +1,8 @@
 """The general trainer, and the trainers on an eager device."""
 
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -138,6 +140,18 @@ def test_the_line_at_the_start_says_where_and_how(runs, capsys):
         "2 training graphs",
     ):
         assert words in line
+
+
+@pytest.mark.parametrize("lora", [None, {}], ids=["full", "lora"])
+def test_a_finished_trainer_lets_go_of_its_weights(runs, lora):
+    """A notebook trains again after `del trainer, model` and `gc.collect()`."""
+    trainer = runs.ours(config_cls=TPUSFTConfig, lora=lora, max_steps=4, eval_strategy="steps", eval_steps=4)
+    held = [weakref.ref(each) for each in (trainer, trainer.model, *trainer.model.parameters())]
+    held += [weakref.ref(moments["exp_avg"]) for moments in trainer.optimizer.state.values()]
+    assert all(each() is not None for each in held)
+    del trainer
+    gc.collect()
+    assert [each for each in held if each() is not None] == []
 
 
 def test_samples_before_and_after(runs, capsys):

@@ -302,7 +302,7 @@ REPLACED = (
     ),
     replacement(
         "padding_free",
-        "padding to a static length (same loss); length_buckets pad less, packing=True of SFTConfig not at all",
+        "padding to a static length (same loss); length_buckets pad less, packing=True of SFTConfig hardly",
         becomes=False,
     ),
     # Upstream's loop would read the loss of every micro-step.
