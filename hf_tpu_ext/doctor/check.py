@@ -1,7 +1,7 @@
-"""One line of an examination."""
+"""One line of an examination, and what a trial of a mechanism makes one of."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -19,3 +19,15 @@ class Check:
 
     def __post_init__(self):
         assert (self.status == "failed") == (self.fix is not None), self
+
+
+class WrongError(Exception):
+    """A mechanism does not do what it should. The message says what it does."""
+
+
+class Finding(NamedTuple):
+    """What a trial says of a mechanism, and the numbers behind it; `applies` is false where there is nothing to try."""
+
+    text: str
+    numbers: dict[str, Any] = {}
+    applies: bool = True

@@ -13,9 +13,10 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -26,7 +27,9 @@ from ..backends import select_backend
 from ..backends.counters import Counters
 from ..export.make import export_run
 from ..formatting import count, kind_of_device
+from .check import Finding, WrongError
 from .small_runs import RUNS, STEPS, Outcome, SmallRuns, finish, make_trainer
+from .speed import measure_speed
 from .trials import MECHANISMS
 
 
@@ -38,18 +41,15 @@ _SAVED_AT = 4
 _DIES_AT = 6
 # Greedy tokens of nearly equal logits may change places.
 _LOGIT_TOLERANCE = 0.05
-
-
-class WrongError(Exception):
-    """A mechanism does not do what it should. The message says what it does."""
-
-
-class Finding(NamedTuple):
-    """What a check says of a mechanism, and the numbers behind it; `applies` is false where there is nothing to try."""
-
-    text: str
-    numbers: dict[str, Any] = {}
-    applies: bool = True
+# Mechanisms that are one training beside the same on eager CPU, and no more: which, and the logged numbers that are compared.
+_COMPARED = {
+    "parity": ("plain", ("loss", "grad_norm")),
+    "accumulation": ("accumulated", ("loss", "grad_norm")),
+    "activation checkpointing": ("checkpointed", ("loss", "grad_norm")),
+    "evaluation": ("evaluated", ("loss", "eval_loss")),
+    "teacher": ("taught", ("loss", "grad_norm")),
+    "DPO": ("preferences", ("loss", "rewards/margins")),
+}
 
 
 def _not_here(why: str) -> Finding:
@@ -94,14 +94,11 @@ class Mechanisms:
 
     def __init__(self, directory: Path):
         self._directory = directory
-        self._small_runs: SmallRuns | None = None
 
-    @property
+    @cached_property
     def runs(self) -> SmallRuns:
         """The trainings; the accelerator is started when they are first asked for."""
-        if self._small_runs is None:
-            self._small_runs = SmallRuns(self._directory, select_backend())
-        return self._small_runs
+        return SmallRuns(self._directory, select_backend())
 
     @property
     def backend(self):
@@ -163,14 +160,17 @@ class Mechanisms:
         text = f"{self.near(ours, reference, names, tolerance)}; {self.check_counts(name, ours)}"
         return Finding(text, _numbers(ours=ours, eager_cpu=reference))
 
-    # ---- Mechanisms ----
+    def find(self, mechanism: str) -> Finding:
+        """Try one of [`MECHANISMS`]."""
+        if mechanism in _COMPARED:
+            return self.compare(*_COMPARED[mechanism])
+        return getattr(self, mechanism.lower().replace(" ", "_").replace("-", "_"))()
+
+    # ---- Mechanisms, by their names ----
 
     def runtime(self) -> Finding:
         chips = count(self.backend.num_chips, kind_of_device(self.backend.name))
         return Finding(f"{self.backend.name} ({self.backend.device_name}), {chips}")
-
-    def parity(self) -> Finding:
-        return self.compare("plain")
 
     def adapter(self) -> Finding:
         ours, reference = self.runs.ours("adapter"), self.runs.reference("adapter")
@@ -232,9 +232,6 @@ class Mechanisms:
         _check(len(lengths) == 2, f"batches have the lengths {lengths}, and are to have two")
         return outcome._replace(text=f"{' and '.join(map(str, lengths))} tokens: {outcome.text}")
 
-    def accumulation(self) -> Finding:
-        return self.compare("accumulated")
-
     def bfloat16(self) -> Finding:
         ours, plain = self.runs.ours("bfloat16"), self.runs.ours("plain")
         rounded_names = [
@@ -245,9 +242,6 @@ class Mechanisms:
         _check(ours.values("loss") != plain.values("loss"), "the losses are those of float32")
         outcome = self.compare("bfloat16", tolerance=_BFLOAT16)
         return outcome._replace(text=f"float32 weights; {outcome.text}")
-
-    def activation_checkpointing(self) -> Finding:
-        return self.compare("checkpointed")
 
     def layers_as_a_loop(self) -> Finding:
         if not self.on_xla:
@@ -261,15 +255,6 @@ class Mechanisms:
         splash, slices = self.runs.ours("splash"), self.runs.ours("bfloat16")
         text = self.near(splash, slices, tolerance=_BFLOAT16).replace("eager CPU's", "sliced attention's")
         return outcome._replace(text=f"{text}; {outcome.text}")
-
-    def evaluation(self) -> Finding:
-        return self.compare("evaluated", ("loss", "eval_loss"))
-
-    def teacher(self) -> Finding:
-        return self.compare("taught", ("loss", "grad_norm"))
-
-    def dpo(self) -> Finding:
-        return self.compare("preferences", ("loss", "rewards/margins"))
 
     def generation(self) -> Finding:
         greedy = self._generate()
@@ -323,7 +308,13 @@ class Mechanisms:
         directory = self.runs.directory
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
         command += ["-m", "hf_tpu_ext.doctor.mechanisms", str(directory), "processes"]
-        _run(command, HF_TPU_EXT_BACKEND=self.backend.name)
+        environment = os.environ | {"HF_TPU_EXT_BACKEND": self.backend.name}
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+        print(result.stdout)
+        # What they wrote last is the error.
+        _check(
+            result.returncode == 0, (result.stdout.strip().splitlines() or [f"exit status {result.returncode}"])[-1]
+        )
         logs = json.loads((directory / "processes.json").read_text())
         reference = finish(make_trainer(RUNS["plain"], directory, "plain-as-many", gpus, stock=True), self.backend)
         ours = Outcome(logs, {}, Counters(), Counters(), None)
@@ -358,24 +349,8 @@ class Mechanisms:
         _check(counters.loads > 0, f"{use.programs} graphs on disk, and none was loaded")
         return Finding(f"{counters.loads} graphs loaded, {counters.compiles} compiled in this process", numbers)
 
-    def smollm2(self) -> Finding:
-        from .speed import measure_speed
-
-        return measure_speed(self.backend, self._directory, self)
-
-
-_METHODS: dict[str, Callable[[Mechanisms], Finding]] = {
-    name: getattr(Mechanisms, name.lower().replace(" ", "_")) for name in MECHANISMS if name != "SmolLM2-135M"
-} | {"SmolLM2-135M": Mechanisms.smollm2}
-
-
-def _run(command: list[str], **environment: str) -> None:
-    """Run a command; what it wrote last is the error if it fails."""
-    process = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | environment
-    )
-    print(process.stdout)
-    _check(process.returncode == 0, (process.stdout.strip().splitlines() or [f"exit status {process.returncode}"])[-1])
+    def smollm2_135m(self) -> Finding:
+        return measure_speed(self.backend, self._directory)
 
 
 class _Dies(TrainerCallback):
@@ -402,7 +377,7 @@ def main(directory: str, ticks: str, *names: str) -> int:
         began = time.monotonic()
         line: dict[str, Any] = {"name": name, "status": "failed", "fix": MECHANISMS[name]}
         try:
-            outcome = _METHODS[name](mechanisms)
+            outcome = mechanisms.find(name)
         except Exception as error:
             # Whatever it is: the next mechanism is tried all the same.
             traceback.print_exc()

@@ -9,7 +9,7 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import trl
@@ -23,11 +23,8 @@ from ..backends.base import Backend
 from ..examples.tiny import make_tokenizer
 from ..formatting import format_bytes, format_seconds
 from ..hardware.topologies import read_topologies
+from .check import Finding, WrongError
 from .small_runs import WARM_STEPS, CountSteps
-
-
-if TYPE_CHECKING:
-    from .mechanisms import Finding, Mechanisms
 
 
 # huggingface.co/HuggingFaceTB/SmolLM2-135M
@@ -79,10 +76,8 @@ class _Times(CountSteps):
         return (end - begin) / (last - first)
 
 
-def measure_speed(backend: Backend, directory: Path, mechanisms: "Mechanisms") -> "Finding":
+def measure_speed(backend: Backend, directory: Path) -> Finding:
     """Train it, and say what a step takes. What cannot be right is an error."""
-    from .mechanisms import Finding, WrongError
-
     on_host = backend.device.type == "cpu" or backend.unknown_upstream and backend.chip is None
     plan = None if on_host else plan_speed(backend, directory)
     settings = dict(SETTINGS)

@@ -22,17 +22,7 @@ from ..quantization.trained_for import TrainedFor
 from .files import REPORT_FILE, check_output, only_export_to, whole_directory
 from .models import merge as merge_adapter
 from .models import open_source
-from .proof import (
-    PROMPTS,
-    Difference,
-    answer,
-    compare,
-    judge,
-    logits,
-    preferences,
-    tokenize_answers,
-    tokenize_prompts,
-)
+from .proof import ANSWERS, PROMPTS, Difference, answer, compare, judge, logits, preferences, tokenize
 from .quantized import check_installed, choose_quantization, write_quantized
 
 
@@ -46,50 +36,31 @@ class Export:
     What was written, and what it changed.
 
     Args:
-        output_dir (`str`):
-            The exported model.
-        run_dir (`str`):
-            What it was made from.
-        base (`str`, *optional*):
-            Model under the adapter, where one was merged.
+        output_dir (`str`): The exported model.
+        run_dir (`str`): What it was made from.
+        base (`str`, *optional*): Model under the adapter, where one was merged.
         same_base (`bool`, *optional*):
             Whether it is the one that the adapter was trained on; `None` where that is not known.
-        base_check (`str`):
-            Why.
-        auto_class (`str`):
-            The class of transformers that loads it.
-        ema (`bool`):
-            Whether it has the average of the trained weights, rather than the last ones.
-        dtype (`str`):
-            Dtype of the weights.
-        quantized (`str`, *optional*):
-            What weights of linear layers were rounded to, where they were.
-        trained_for (`str`, *optional*):
-            What they were rounded to in training, where they were.
-        num_bytes (`int`):
-            Bytes of the files of weights.
-        num_parameters (`int`):
-            How many there are.
-        tied (`bool`):
-            Whether the embeddings are one weight.
-        untied (`bool`):
-            Whether the adapter has made two of one: the configuration says so.
-        prompts (`int`):
-            How many were compared.
+        base_check (`str`): Why.
+        auto_class (`str`): The class of transformers that loads it.
+        ema (`bool`): Whether it has the average of the trained weights, rather than the last ones.
+        dtype (`str`): Dtype of the weights.
+        quantized (`str`, *optional*): What weights of linear layers were rounded to, where they were.
+        trained_for (`str`, *optional*): What they were rounded to in training, where they were.
+        num_bytes (`int`): Bytes of the files of weights.
+        num_parameters (`int`): How many there are.
+        tied (`bool`): Whether the embeddings are one weight.
+        untied (`bool`): Whether the adapter has made two of one: the configuration says so.
+        prompts (`int`): How many were compared.
         positions (`int`):
             Their tokens, and those of the answers; of a reward model, the pairs of answers that it chose from.
         scores (`dict[str, tuple[float, float]]`, *optional*):
             The lowest and the highest score that a reward model gave, as it was `"trained"` and `"exported"`.
-        training ([`~proof.Difference`], *optional*):
-            The base beside the trained model, where an adapter was merged.
-        weights ([`~proof.Difference`]):
-            The written weights, computed with in float32, beside the trained model.
-        exported ([`~proof.Difference`]):
-            The written weights, computed with in their own dtype.
-        good (`bool`):
-            Whether the export may be used in place of the trained model.
-        verdict (`str`):
-            Why.
+        training ([`~proof.Difference`], *optional*): The base beside the trained model, where an adapter was merged.
+        weights ([`~proof.Difference`]): The written weights, computed with in float32, beside the trained model.
+        exported ([`~proof.Difference`]): The written weights, computed with in their own dtype.
+        good (`bool`): Whether the export may be used in place of the trained model.
+        verdict (`str`): Why.
     """
 
     output_dir: str
@@ -134,8 +105,7 @@ def export_run(
     Make a plain model of a run, on the CPU, and compare it with what was trained.
 
     Args:
-        run_dir (`str` or `Path`):
-            An output directory, or a `checkpoint-N` in it.
+        run_dir (`str` or `Path`): An output directory, or a `checkpoint-N` in it.
         output_dir (`str` or `Path`, *optional*):
             Where to write, by default `merged`, `converted` or `quantized` in `run_dir`, with `-ema` behind it for an
             average. It appears when it is complete.
@@ -143,8 +113,7 @@ def export_run(
             Whether to merge the adapter that the run has trained; it is merged in float32. Without, a model is converted.
         dtype (`str`, *optional*):
             `"float32"`, `"bfloat16"` or `"float16"`. By default that of the adapter's base; of the run, for an average.
-        overwrite (`bool`, *optional*, defaults to `False`):
-            Whether an earlier export in `output_dir` may be replaced.
+        overwrite (`bool`, *optional*, defaults to `False`): Whether an earlier export in `output_dir` may be replaced.
         base_model (`str`, *optional*):
             Name or directory of the adapter's base, where it is elsewhere than the adapter says.
         prompts (`Sequence[str]`, *optional*):
@@ -154,12 +123,10 @@ def export_run(
             Whether to take the average of the trained weights that a run with `ema_decay` keeps beside them.
         quantize (`str`, *optional*):
             What to round the weights of linear layers to, `"int2"` to `"int8"`; or `"as trained"`, with `qat_weight_dtype`.
-        group_size (`int`, *optional*):
-            How many of them share a scale, by default as trained, or 32.
+        group_size (`int`, *optional*): How many of them share a scale, by default as trained, or 32.
         scale (`str`, *optional*):
             How it is chosen, `"max"` or `"mse"` as `qat_scale`; by default as trained, or `"max"`.
-        quiet (`bool`, *optional*, defaults to `True`):
-            Whether to leave out the progress.
+        quiet (`bool`, *optional*, defaults to `True`): Whether to leave out the progress.
 
     Returns:
         [`Export`]: What was written. It is in `export.json` beside the weights, too.
@@ -196,9 +163,12 @@ def export_run(
         tokenizer = source.load_tokenizer()
         model, base_check = source.load_trained(config, tokenizer)
         if auto_class is AutoModelForSequenceClassification:
-            rows, measure = tokenize_answers(tokenizer, prompts), preferences
+            rows, measure = (
+                [[tokenize(tokenizer, prompt, each) for each in ANSWERS] for prompt in prompts],
+                preferences,
+            )
         else:
-            rows, measure = tokenize_prompts(tokenizer, prompts), logits
+            rows, measure = [tokenize(tokenizer, prompt) for prompt in prompts], logits
         _begin_phase(bar, "computing with the trained model")
         trained_for = TrainedFor.read(source.directory)
         is_rounded = trained_for is not None and quantization is not None

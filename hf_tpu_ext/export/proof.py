@@ -1,6 +1,5 @@
 """What an export changed: its logits, or the preferences of a reward model, beside those of the trained model."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,8 +50,8 @@ class Difference:
     same_top1: float
 
 
-def _tokenize(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str | None = None) -> torch.Tensor:
-    """Tokenize a prompt, and an answer to it, to a shape `(1, length)`: as turns where the tokenizer has a chat template."""
+def tokenize(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str | None = None) -> torch.Tensor:
+    """Tokenize a prompt, for an answer to follow, or with one, to a shape `(1, length)`: as turns where there is a chat template."""
     if tokenizer.chat_template is None:
         return tokenizer(prompt if answer is None else f"{prompt} {answer}", return_tensors="pt").input_ids
     turns = [{"role": "user", "content": prompt}]
@@ -61,16 +60,6 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str | Non
     return tokenizer.apply_chat_template(
         turns, add_generation_prompt=answer is None, return_dict=True, return_tensors="pt"
     )["input_ids"]
-
-
-def tokenize_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[torch.Tensor]:
-    """Tokenize prompts, for an answer to follow."""
-    return [_tokenize(tokenizer, prompt) for prompt in prompts]
-
-
-def tokenize_answers(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[list[torch.Tensor]]:
-    """Tokenize prompts with each of [`ANSWERS`]."""
-    return [[_tokenize(tokenizer, prompt, answer) for answer in ANSWERS] for prompt in prompts]
 
 
 @torch.no_grad()

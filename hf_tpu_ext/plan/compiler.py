@@ -18,8 +18,6 @@ import psutil
 from ..errors import UserError
 from ..formatting import format_bytes
 from ..hardware.topologies import Topology
-from ..installing import install_command
-from ..kernels.versions import find_wrong_versions
 from .hlo import argument_shapes
 from .programs import CompiledProgram, TracedProgram
 
@@ -29,14 +27,6 @@ _SCRIPT = Path(__file__).with_name("tpu_compiler.py")
 _HOST_BYTES = 5 * 2**30
 # Seconds between two looks at whether a compilation is still wanted.
 _LOOKS_EVERY = 0.2
-
-
-def why_no_compiler() -> str | None:
-    """Say why nothing can be compiled for TPU in this environment, and what to type; `None` if it can."""
-    wrong = find_wrong_versions()
-    if not wrong:
-        return None
-    return f"The TPU compiler is not installed: {', '.join(wrong)}. Install it: {install_command('tpu')}"
 
 
 def jobs_at_once() -> int:

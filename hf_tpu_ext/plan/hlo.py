@@ -164,8 +164,10 @@ def find_collectives(module: Module) -> Iterator[Collective]:
             operands = tuple(shape for operand in line.operands for shape in lines[operand].shapes)
             # The result of an asynchronous start holds its operands as well, before what it makes.
             tensors = line.shapes[-len(operands) :] if kind == "all-gather" else operands
-            name = "reduce-scatter" if is_fused else kind
-            yield Collective(name, tensors, _group_size(line), computation)
+            # Written out, {{0,1},{2,3}}, or as a grid of devices, [2,2]<=[4].
+            groups = re.search(r"\breplica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])", line.rest)
+            group_size = groups and (groups[1].count(",") + 1 if groups[1] else int(groups[2]))
+            yield Collective("reduce-scatter" if is_fused else kind, tensors, group_size, computation)
 
 
 def argument_shapes(text: str) -> list[Shape]:
@@ -177,11 +179,3 @@ def argument_shapes(text: str) -> list[Shape]:
         for line in sorted(parameters, key=lambda line: int(line.rest.partition(")")[0]))
         for shape in line.shapes
     ]
-
-
-def _group_size(line: Instruction) -> int | None:
-    # Written out, {{0,1},{2,3}}, or as a grid of devices, [2,2]<=[4].
-    match = re.search(r"\breplica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])", line.rest)
-    if match is None:
-        return None
-    return match[1].count(",") + 1 if match[1] else int(match[2])

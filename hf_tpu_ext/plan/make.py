@@ -11,11 +11,12 @@ from tqdm.auto import tqdm
 from ..formatting import count
 from ..hardware.prices import PRICES, read_prices
 from ..hardware.topologies import Topology
-from ..kernels.versions import required_versions
+from ..installing import install_command
+from ..kernels.versions import find_wrong_versions, required_versions
 from ..layers.flops import read_dimensions, step_flops
 from ..sharding import describe_hosts, describe_mesh
 from ..step.train_step import MICRO_STEP, OPTIMIZER_STEP
-from .compiler import compile_programs, why_no_compiler
+from .compiler import compile_programs
 from .hlo_cost import measure_cost
 from .page import format_count
 from .programs import CompiledProgram, TracedProgram
@@ -42,9 +43,10 @@ def make_plan(
     compiler was stopped or does not know the topology, or the prices cannot be read.
     """
     price = read_prices(prices).get(topology.chip.name)
-    missing = why_no_compiler()
-    plans = []
-    if missing is None:
+    unknown, plans = [], []
+    if wrong := find_wrong_versions():
+        unknown.append(f"The TPU compiler is not installed: {', '.join(wrong)}. Install it: {install_command('tpu')}")
+    else:
         with tqdm(total=len(programs), desc=f"compiling for {topology.name}", unit="graph", disable=quiet) as bar:
             for program in compile_programs(programs, topology, jobs, stop):
                 if output_dir is not None:
@@ -53,7 +55,6 @@ def make_plan(
                 cost = measure_cost(program.text) if program.error is None else None
                 plans.append(replace(program, text="", cost=cost, model_flops=_model_flops(run, program)))
                 bar.update()
-    unknown = [] if missing is None else [missing]
     if price is None:
         unknown.append(f"the price: {prices} has none for {topology.chip.name}")
     if run.optimizer_steps is None:
@@ -64,7 +65,7 @@ def make_plan(
         topology=topology,
         programs=plans,
         versions={name: version(name) for name in ("torch_xla", "transformers", "trl")}
-        | (required_versions() if missing is None else {}),
+        | ({} if wrong else required_versions()),
         parameters=(run.parameters, run.trained_parameters),
         gradient_accumulation_steps=run.gradient_accumulation_steps,
         optimizer_steps=run.optimizer_steps,

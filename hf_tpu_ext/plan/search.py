@@ -57,12 +57,10 @@ def search(
     would need that it refuses. So a few compilations are enough.
 
     Args:
-        plan ([`Plan`]):
-            The plan of the run as it is.
+        plan ([`Plan`]): The plan of the run as it is.
         settings (`Mapping[str, str]`):
             Its `rematerialization`, `attention`, `per_device_train_batch_size` and, on several chips, `mesh`.
-        varied_names (`Collection[str]`):
-            Names of those that are to be tried; the others stay.
+        varied_names (`Collection[str]`): Names of those that are to be tried; the others stay.
         trace (`Callable[[dict[str, str]], Callable[[int], Plan]]`):
             Traces the run with other settings, by name. What it returns is called in another thread, compiles so many programs
             at once, and makes the plan.
@@ -128,7 +126,7 @@ def _try_all(
                 compiling[plan_future] = variant, settings
             for future in wait(compiling, return_when=FIRST_COMPLETED).done:
                 variant, settings = compiling.pop(future)
-                trial = _as_trial(settings, future.result())
+                trial = _as_trial(future.result(), settings)
                 trials.append(trial)
                 try:
                     variant.rows = variant.batches.send(trial)
@@ -152,26 +150,20 @@ def _meshes(topology: Topology) -> list[str]:
     return ["data", *between, "fsdp"]
 
 
-def _as_trial(settings: dict[str, str], plan: Plan) -> Trial:
+def _as_trial(plan: Plan, settings: dict[str, str]) -> Trial:
+    """What a plan of other settings says of them."""
     if not plan.programs:
         return Trial(settings, None, error="; ".join(plan.unknown))
-    trial = Trial(settings, plan.fits, plan.peak_bytes, no_batch_fits=_fits_with_no_batch(plan, settings))
+    trial = Trial(settings, plan.fits, plan.peak_bytes)
+    if trial.fits is False:
+        rows, kept = int(settings[_ROWS]), sum(find_state(plan.programs).values())
+        # Of what a chip does not keep, one row needs at least its share.
+        of_one_row = 0 if trial.peak_bytes is None else kept + (trial.peak_bytes - kept) / rows
+        trial = replace(trial, no_batch_fits=rows == 1 or of_one_row > plan.topology.chip.memory_bytes)
     errors = [program.error for program in plan.programs if program.error is not None]
     if errors:
         return replace(trial, error=errors[0])
     return replace(trial, seconds=plan.step.seconds[1], tokens_per_second=plan.tokens_per_second)
-
-
-def _fits_with_no_batch(plan: Plan, settings: Mapping[str, str]) -> bool:
-    """Whether even one row is too many: of what a chip does not keep, it needs at least its share."""
-    if plan.fits is not False:
-        return False
-    rows, kept = int(settings[_ROWS]), sum(find_state(plan.programs).values())
-    return (
-        rows == 1
-        or plan.peak_bytes is not None
-        and kept + (plan.peak_bytes - kept) / rows > plan.topology.chip.memory_bytes
-    )
 
 
 def _outcome(trial: Trial, limit: int) -> str:

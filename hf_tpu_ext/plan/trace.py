@@ -29,44 +29,27 @@ class Run:
     What is known of a run besides its programs.
 
     Args:
-        config ([`~transformers.PreTrainedConfig`]):
-            Configuration of the trained model.
-        parameters (`int`):
-            Its parameters, adapters included.
-        trained_parameters (`int`):
-            Those of them that are trained.
-        precision (`str`):
-            Of weights and computation, for people.
-        mesh (`dict[str, int]`):
-            Size of each axis.
-        per_device_train_batch_size (`int`):
-            Rows of a micro-step on one chip.
-        per_device_eval_batch_size (`int`):
-            Rows of an evaluation step on one chip.
-        gradient_accumulation_steps (`int`):
-            Micro-steps of an optimizer step.
-        rematerialization (`str`):
-            What the backward pass computes again.
-        rows (`int`, *optional*):
-            Rows of the training data, where it was read.
-        optimizer_steps (`int`, *optional*):
-            Optimizer steps of the run, where they are known.
-        max_steps (`int`, *optional*):
-            Optimizer steps that the recipe asks for, whatever the data is.
+        config ([`~transformers.PreTrainedConfig`]): Configuration of the trained model.
+        parameters (`int`): Its parameters, adapters included.
+        trained_parameters (`int`): Those of them that are trained.
+        precision (`str`): Of weights and computation, for people.
+        mesh (`dict[str, int]`): Size of each axis.
+        per_device_train_batch_size (`int`): Rows of a micro-step on one chip.
+        per_device_eval_batch_size (`int`): Rows of an evaluation step on one chip.
+        gradient_accumulation_steps (`int`): Micro-steps of an optimizer step.
+        rematerialization (`str`): What the backward pass computes again.
+        rows (`int`, *optional*): Rows of the training data, where it was read.
+        optimizer_steps (`int`, *optional*): Optimizer steps of the run, where they are known.
+        max_steps (`int`, *optional*): Optimizer steps that the recipe asks for, whatever the data is.
         token_share (`float`, *optional*):
             Share of the tokens in batches that are not padding, where the data was read.
-        token_waste (`str`, *optional*):
-            The same in words, with what to set against it.
-        trains_in_float32 (`bool`):
-            Whether all weights are trained, and some of them are float32.
-        is_quantized (`bool`):
-            Whether frozen weights have 4 or 8 bits.
+        token_waste (`str`, *optional*): The same in words, with what to set against it.
+        trains_in_float32 (`bool`): Whether all weights are trained, and some of them are float32.
+        is_quantized (`bool`): Whether frozen weights have 4 or 8 bits.
         other_passes (`bool`):
             Whether a step runs more than the trained model forward and backward: a teacher, or a reference.
-        attention (`str`):
-            `"splash"` or `"slices"`.
-        generations ([`Generations`], *optional*):
-            How often completions are generated, where the trainer does so.
+        attention (`str`): `"splash"` or `"slices"`.
+        generations ([`Generations`], *optional*): How often completions are generated, where the trainer does so.
     """
 
     config: PreTrainedConfig
