@@ -160,16 +160,14 @@ class RunRecord(TrainerCallback):
         self._end(args.output_dir)
 
     def _end(self, output_dir: str) -> None:
-        if self._writer is not None:
-            self._writer = None
-            _make_report(output_dir)
+        """Make the report of the record."""
+        if self._writer is None:
+            return
+        self._writer = None
+        from ..report.make import describe_ended_run
 
-
-def _make_report(output_dir: str) -> None:
-    from ..report.make import describe_ended_run
-
-    try:
-        tqdm.write(describe_ended_run(output_dir))
-    except (ValueError, OSError, ImportError) as error:
-        # The trained model is not lost for a page about it.
-        logger.warning(f"There is no report of this run: {error} To make it: hf-tpu report {output_dir}")
+        try:
+            tqdm.write(describe_ended_run(output_dir))
+        except (ValueError, OSError, ImportError) as error:
+            # The trained model is not lost for a page about it.
+            logger.warning(f"There is no report of this run: {error} To make it: hf-tpu report {output_dir}")

@@ -31,8 +31,7 @@ class PhaseClock:
     Args:
         compile_mark (`Callable[[], object]`, *optional*):
             Returns something else once a program was compiled. By default none is.
-        compile_seconds (`Callable[[], float]`, *optional*):
-            Tells the seconds of compiling so far.
+        compile_seconds (`Callable[[], float]`, *optional*): Tells the seconds of compiling so far.
     """
 
     def __init__(self, compile_mark: Callable[[], object] = int, compile_seconds: Callable[[], float] = float):
@@ -97,8 +96,7 @@ class StepStatus(TrainerCallback):
     the time for which the host has to wait.
 
     Args:
-        backend ([`Backend`]):
-            The backend in use.
+        backend ([`Backend`]): The backend in use.
         kind_of_step (`Callable[[], str]`):
             Tells how the step that ends was run: `"trace"`, `"replay"`, or on an eager device `"step"`.
         flops (`Callable[[tuple[int, int]], float | None]`, *optional*):

@@ -6,11 +6,10 @@ from pathlib import Path
 
 from ..errors import UserError
 from ..formatting import count, dtype_name
-from .absent_split import advise_split
-from .broken_rows import naming_broken_rows
 from .launch import start_processes
 from .recipe import load_recipe
 from .recipe_parser import RecipeParser
+from .unreadable_data import advise_split, naming_broken_rows
 
 
 DESCRIPTION = """\

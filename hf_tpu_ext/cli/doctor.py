@@ -49,8 +49,15 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--json {args.json} is a directory. Give a file, for example --json doctor.json")
     with json_output(args.json) as write_json:
         checks, output = _examine(args)
-        write_json(_to_json(checks, output))
-    return int(any(check.status == "failed" for check in checks))
+        failed = any(check.status == "failed" for check in checks)
+        results = {
+            "hf_tpu_ext": __version__,
+            "ok": not failed,
+            "checks": [vars(check) for check in checks],
+            "output_of_the_training": output,
+        }
+        write_json(json.dumps(results, indent=2))
+    return int(failed)
 
 
 def _examine(args: argparse.Namespace) -> tuple[list, str]:
@@ -63,7 +70,9 @@ def _examine(args: argparse.Namespace) -> tuple[list, str]:
     def show(results: Iterable) -> None:
         for check in results:
             checks.append(check)
-            print(_describe(check), flush=True)
+            print(f"{_MARKS[check.status]} {check.name:<{_NAMES}} {check.text}", flush=True)
+            if check.fix is not None:
+                print(f"{'':<{_NAMES + 2}} fix: {check.fix}", flush=True)
 
     print(f"hf_tpu_ext {__version__}")
     show(examine_machine())
@@ -79,20 +88,3 @@ def _examine(args: argparse.Namespace) -> tuple[list, str]:
     failures = [check.name for check in checks if check.status == "failed"]
     print(f"{len(failures)} failed: {', '.join(failures)}" if failures else "everything passed")
     return checks, trials.output if trials else ""
-
-
-def _describe(check) -> str:
-    text = f"{_MARKS[check.status]} {check.name:<{_NAMES}} {check.text}"
-    return text if check.fix is None else f"{text}\n{'':<{_NAMES + 2}} fix: {check.fix}"
-
-
-def _to_json(checks: list, output: str) -> str:
-    return json.dumps(
-        {
-            "hf_tpu_ext": __version__,
-            "ok": all(check.status != "failed" for check in checks),
-            "checks": [vars(check) for check in checks],
-            "output_of_the_training": output,
-        },
-        indent=2,
-    )

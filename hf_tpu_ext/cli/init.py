@@ -37,18 +37,15 @@ def add_parsers(subparsers: argparse._SubParsersAction) -> None:
     recipes.set_defaults(func=list_recipes)
 
 
-def purpose_of(recipe: Path) -> str:
-    """What a recipe does: its first line."""
-    with recipe.open(encoding="utf-8") as file:
-        return file.readline().removeprefix("# ").strip()
-
-
 def list_recipes(args: argparse.Namespace) -> int:
     """Print the recipes, and return the exit status `0`."""
     recipes = sorted(RECIPES.glob("*.yaml"))
     width = max(len(recipe.stem) for recipe in recipes)
-    lines = [f"{recipe.stem:<{width}}  {purpose_of(recipe)}" for recipe in recipes]
-    print("\n".join([*lines, "", "hf-tpu init NAME writes one into recipes/"]))
+    for recipe in recipes:
+        # What it does is its first line.
+        purpose, _, _ = recipe.read_text(encoding="utf-8").partition("\n")
+        print(f"{recipe.stem:<{width}}  {purpose.removeprefix('# ').strip()}")
+    print("\nhf-tpu init NAME writes one into recipes/")
     return 0
 
 

@@ -64,15 +64,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if argv[:1] and argv[0] in _TRAINING:
             return _TRAINING[argv[0]](argv[1:])
-        else:
-            args = _parser().parse_args([with_underscores(word) for word in argv or ["--help"]])
-            return args.func(args)
+        args = _parser().parse_args([with_underscores(word) for word in argv or ["--help"]])
+        return args.func(args)
     except (OSError, ValueError) as error:
         if os.environ.get("HF_TPU_EXT_TRACEBACK") == "1" or not _is_for_users(error, argv):
             raise
         print(f"hf-tpu: error: {error}\n(HF_TPU_EXT_TRACEBACK=1 shows where)", file=sys.stderr)
         return 2
-    return 0
 
 
 def command() -> int:

@@ -70,18 +70,9 @@ _NEEDS = (
 _OF_THE_MACHINE = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "HF_TPU_EXT_BACKEND", "TPU_NUM_DEVICES", "TPU_VISIBLE_CHIPS")
 
 
-class _OptionParser(argparse.ArgumentParser):
-    """Takes the options that it knows from a command line. What argparse would exit for is a `ValueError`."""
-
-    def __init__(self):
-        super().__init__(add_help=False, allow_abbrev=False)
-
-    def error(self, message):
-        raise UserError(f"command line: {message}")
-
-
 def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = _OptionParser()
+    """The options of its own, and the rest of the command line: the recipe."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--topology", default="v5e-8")
     parser.add_argument("--seq_lengths", type=int, nargs="+")
     parser.add_argument("--search", nargs="*", choices=_MAY_BE_SEARCHED)
@@ -89,7 +80,10 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--hlo", type=Path)
     parser.add_argument("--prices", type=Path)
     parser.add_argument("--jobs", type=int)
-    options, rest = parser.parse_known_args([with_underscores(word) for word in argv])
+    try:
+        options, rest = parser.parse_known_args([with_underscores(word) for word in argv])
+    except argparse.ArgumentError as error:
+        raise UserError(f"command line: {error}") from error
     for length in options.seq_lengths or ():
         if length < 1:
             raise UserError(

@@ -10,13 +10,12 @@ from typing import Any
 from ..errors import UserError
 from ..importing import without_garbage_collection
 from ..temporarily import temporarily
-from .absent_split import advise_split
-from .broken_rows import naming_broken_rows
 from .launch import start_processes
 from .recipe import Recipe, load_recipe
 from .recipe_parser import RecipeParser
 from .reward_functions import check_reward_functions
 from .swap import TRAINERS
+from .unreadable_data import advise_split, naming_broken_rows
 
 
 _DESCRIPTION = """\

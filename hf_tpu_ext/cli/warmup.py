@@ -47,17 +47,11 @@ def run(argv: list[str]) -> int:
             if int(os.environ.get("RANK", "0")):
                 # Of several processes, the first one tells.
                 return 0
-            print(_table(done.programs))
+            print(f"{'graph':<20}{'batch':<16}{'compiled':>10}{'loaded':>10}{'seconds':>10}")
+            for (kind, shape), spent in done.programs.items():
+                if shape or spent.compiles or spent.loads:
+                    counts = f"{spent.compiles:>10}{spent.loads:>10}{spent.compile_seconds:>10.1f}"
+                    print(f"{kind:<20}{format_size(shape):<16}{counts}")
             print(describe_cache_use(done.cache))
             print(f"Next: hf-tpu {command} with the same recipe")
     return 0
-
-
-def _table(programs) -> str:
-    lines = [f"{'graph':<20}{'batch':<16}{'compiled':>10}{'loaded':>10}{'seconds':>10}"]
-    for (kind, shape), spent in programs.items():
-        if shape or spent.compiles or spent.loads:
-            lines.append(
-                f"{kind:<20}{format_size(shape):<16}{spent.compiles:>10}{spent.loads:>10}{spent.compile_seconds:>10.1f}"
-            )
-    return "\n".join(lines)

@@ -12,7 +12,7 @@ from ..atomic_write import write_atomically
 from ..errors import UserError
 from ..hardware.prices import PRICES, read_prices
 from .comparison import compare_runs
-from .planned import compare_if_planned, compare_with_plan, describe_in_lines, read_plan
+from .planned import compare_if_planned, compare_with_plan, read_plan
 from .record import read_run
 from .sections import describe_run, headline
 
@@ -42,12 +42,10 @@ def make_report(
     Write the report of a run, or how several differ.
 
     Args:
-        directories (`Sequence[str | Path]`):
-            Output directories of the runs.
+        directories (`Sequence[str | Path]`): Output directories of the runs.
         output_dir (`str` or `Path`, *optional*):
             Where to write it, by default the directory of the run; for several the current directory. It is made if need be.
-        prices (`str` or `Path`, *optional*):
-            File of prices, see [`read_prices`].
+        prices (`str` or `Path`, *optional*): File of prices, see [`read_prices`].
         plan (`str` or `Path`, *optional*):
             Plan of the run, see [`read_plan`]; by default the one in its output directory, if there is one.
 
@@ -111,6 +109,12 @@ def in_card(output_dir: str | Path) -> str:
 def describe_ended_run(output_dir: str | Path) -> str:
     """Write the report of a run, and say where it is and, where there is a plan of the run, how they compare."""
     lines = [f"Report: {make_report([output_dir])}"]
-    if (plan_section := compare_if_planned(read_run(output_dir), output_dir)) is not None:
-        lines += describe_in_lines(plan_section)
+    if (section := compare_if_planned(read_run(output_dir), output_dir)) is not None:
+        lines += [f"{section.title}:", *(f"  {line}" for line in section.lines)]
+        rows = (row for table in section.tables for row in table.rows)
+        lines += [
+            f"  {name}: {measured} measured; planned {planned or 'nothing'}"
+            for name, planned, measured in rows
+            if measured
+        ]
     return "\n".join(lines)

@@ -105,17 +105,6 @@ def compare_with_plan(run: Run, plan: Mapping[str, Any]) -> Section:
     return section
 
 
-def describe_in_lines(section: Section) -> list[str]:
-    """Write a comparison without a page: a line for each figure that was measured."""
-    lines = [
-        f"  {name}: {run_text} measured; planned {plan_text or 'nothing'}"
-        for table in section.tables
-        for name, plan_text, run_text in table.rows
-        if run_text
-    ]
-    return [f"{section.title}:", *(f"  {line}" for line in section.lines), *lines]
-
-
 def _percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 

@@ -83,27 +83,21 @@ class Run:
     A run, as far as it is recorded.
 
     Args:
-        name (`str`):
-            Its directory, for people.
-        sessions (`list[Session]`):
-            The calls of `train`, in order.
+        name (`str`): Its directory, for people.
+        sessions (`list[Session]`): The calls of `train`, in order.
         logs (`list[dict[str, float]]`):
             What was logged at training steps, with `step`, and with `at`, the seconds of training before it. Steps that were
             repeated after a resume are there once.
-        evaluations (`list[dict[str, float]]`):
-            What was logged of evaluations.
+        evaluations (`list[dict[str, float]]`): What was logged of evaluations.
         programs (`list[dict[str, Any]]`):
             Programs that were compiled or loaded, with `at`, the seconds of training before they were there.
-        phases (`Counter[str]`):
-            Seconds of each phase.
-        step_times (`dict[str, Counter[int]]`):
-            How many steps took how long, by phase and class of time.
+        phases (`Counter[str]`): Seconds of each phase.
+        step_times (`dict[str, Counter[int]]`): How many steps took how long, by phase and class of time.
         batches (`dict[tuple[int, ...], list[int]]`):
             Number of batches, tokens and padded tokens, by the shape of the batch.
         samples (`list[dict[str, Any]]`):
             Prompts with what the model has answered: before and after training, or the completions that were rewarded.
-        unreadable (`int`):
-            Lines of the record that cannot be read.
+        unreadable (`int`): Lines of the record that cannot be read.
     """
 
     name: str

@@ -31,19 +31,16 @@ def describe_run(run: Run, prices: Mapping[str, Price], plan_section: Section | 
     notes = [] if can_draw() else [f"{HOW_TO_DRAW}: hf-tpu report {run.name}"]
     sections[:0] = [Section("Notes", [*notes, *notes_on(run)]), _parts(run)]
     backend = run.begin["backend"]
+    # Records of earlier versions do not say.
+    hosts, processes = backend.get("hosts", 1), backend.get("processes", 1)
+    where = f" on {hosts} hosts" if hosts > 1 else f" in {processes} processes" if processes > 1 else ""
+    chips = count(backend["chips"], kind_of_device(backend["name"]))
     return Report(
         title=run.begin["model"]["name"] or run.name,
-        subtitle=f"{run.name}, on {count(backend['chips'], kind_of_device(backend['name']))} of {backend['device']}{_where(backend)}, begun "
-        f"{begin_time(run.sessions[0])}",
+        subtitle=f"{run.name}, on {chips} of {backend['device']}{where}, begun {begin_time(run.sessions[0])}",
         headline=headline(run, prices),
         sections=sections,
     )
-
-
-def _where(backend: Mapping[str, Any]) -> str:
-    # Records of earlier versions do not say.
-    hosts, processes = backend.get("hosts", 1), backend.get("processes", 1)
-    return f" on {hosts} hosts" if hosts > 1 else f" in {processes} processes" if processes > 1 else ""
 
 
 def headline(run: Run, prices: Mapping[str, Price]) -> dict[str, str]:

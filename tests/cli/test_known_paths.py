@@ -12,9 +12,9 @@ import pytest
 from trl import ScriptArguments
 from trl.scripts.utils import DatasetConfig, DatasetMixtureConfig
 
-from hf_tpu_ext.cli.broken_rows import naming_broken_rows
 from hf_tpu_ext.cli.known_paths import NoSuchPath, check_paths
 from hf_tpu_ext.cli.recipe import Recipe
+from hf_tpu_ext.cli.unreadable_data import naming_broken_rows
 from hf_tpu_ext.errors import UserError
 
 
