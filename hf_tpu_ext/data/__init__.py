@@ -8,6 +8,7 @@ from .static_shapes import (
     CollatedBatch,
     ShapeGuard,
     StaticShapeCollator,
+    WrappedCollator,
     as_collated,
     count_all,
     count_not_padding,
@@ -17,7 +18,6 @@ from .static_shapes import (
     pad_rows,
     pad_value_of,
 )
-from .wrapped import WrappedCollator
 
 
 __all__ = [

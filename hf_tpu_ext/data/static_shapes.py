@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from .wrapped import WrappedCollator
 
 
 PAD_VALUES: dict[str, int] = {
@@ -91,6 +90,26 @@ def _setting(text: str, config_name: str | None) -> str:
     return f"`{text}`" if config_name is None else f"`{config_name}({text})`"
 
 
+class WrappedCollator:
+    """
+    What wraps a data collator in `collator`: what it does not have itself is read and set there.
+
+    Upstream saves the tokenizer of a collator, and callbacks change its settings, for instance `mlm_probability`. A subclass sets
+    `collator` last of all: what is set from then on and is not here is the collator's.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.collator, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "collator" not in vars(self) or name in vars(self):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.collator, name, value)
+
+
 class StaticShapeCollator(WrappedCollator):
     """
     Wraps any data collator and pads its batches on the right to the smallest declared length that fits.
@@ -108,8 +127,7 @@ class StaticShapeCollator(WrappedCollator):
         pad_token_id (`int`): Token id that `input_ids` is padded with.
         config_name (`str`, *optional*):
             Class of the arguments that have `max_length` and `length_buckets`, for messages.
-        count_tokens (`Callable`, *optional*):
-            Counts the tokens of what `collator` yields, see [`CollatedBatch`].
+        count_tokens (`Callable`, *optional*): Counts the tokens of what `collator` yields, see [`CollatedBatch`].
         adds_mask (`bool`, *optional*, defaults to `False`):
             Whether to add the int64 `attention_mask` `(batch, length)` that `collator` leaves out: all ones, since it masks
             nothing by then. Without a mask, transformers looks on the host at every step whether the positions restart within a

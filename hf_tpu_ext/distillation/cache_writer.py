@@ -124,10 +124,13 @@ class CacheWriter:
                     f"{self.directory / name} is not of a teacher's cache that was begun in this directory, and is left as it is. Give "
                     "another directory (--output_dir DIR), or move the file away."
                 )
-        leftovers = [
-            *self._partly_written(announced_files),
-            *(self.directory / name for name in announced_files - current),
-        ]
+        leftovers = [self.directory / name for name in announced_files - current]
+        # And what `write_atomically` has left of files of a cache, where it was killed.
+        names = {*announced_files, MANIFEST, PROGRESS} if announced_files else set()
+        for path in self.directory.glob(".*.tmp"):
+            match = re.fullmatch(r"\.(.+)\.[0-9a-f]{8}\.tmp", path.name)
+            if match is not None and match[1] in names:
+                leftovers.append(path)
         leftovers = [path for path in leftovers if path.is_file()]
         room = shutil.disk_usage(self.directory).free + sum(path.stat().st_size for path in leftovers)
         if self.bytes_to_write > room:
@@ -138,14 +141,6 @@ class CacheWriter:
         # Without the manifest nothing is taken for a whole cache. It is deleted once the progress to continue from is written.
         self._note_progress()
         (self.directory / MANIFEST).unlink(missing_ok=True)
-
-    def _partly_written(self, announced_files: set[str]) -> list[Path]:
-        """What [`write_atomically`] has left of files of a cache, where it was killed."""
-        matches = {
-            path: re.fullmatch(r"\.(.+)\.[0-9a-f]{8}\.tmp", path.name) for path in self.directory.glob(".*.tmp")
-        }
-        names = {*announced_files, MANIFEST, PROGRESS} if announced_files else set()
-        return [path for path, match in matches.items() if match is not None and match[1] in names]
 
     @property
     def pending(self) -> list[range]:

@@ -26,14 +26,10 @@ def choose_cache_lengths(
             Keys and values of all layers and rows, of any number of positions.
         model ([`~torch.nn.Module`]):
             The model. Weights of a floating dtype are read in the dtype of the cache, others (packed ones) as they are.
-        prompt (`int`):
-            Positions of the prompt.
-        new_tokens (`int`):
-            Tokens after it, at most.
-        chips (`int`):
-            Chips that each have a part of the rows, and all weights.
-        room (`int`):
-            Bytes that a shorter cache may take on a chip beside the next one.
+        prompt (`int`): Positions of the prompt.
+        new_tokens (`int`): Tokens after it, at most.
+        chips (`int`): Chips that each have a part of the rows, and all weights.
+        room (`int`): Bytes that a shorter cache may take on a chip beside the next one.
 
     Returns:
         `list[int]`: Positions, ascending. The last has all tokens.

@@ -37,8 +37,7 @@ class Generated:
     Completions of prompts.
 
     Args:
-        token_ids (`list[list[int]]`):
-            The tokens after each prompt, up to and with the one that ends it.
+        token_ids (`list[list[int]]`): The tokens after each prompt, up to and with the one that ends it.
         log_probs (`list[list[float]]`):
             Their log-probabilities: of the softmax of the logits over the temperature, before tokens are left out.
     """
@@ -59,13 +58,11 @@ class Generator:
     Args:
         model ([`~torch.nn.Module`]):
             A causal language model of transformers, or a [`~peft.PeftModel`] of one. It is in evaluation mode meanwhile.
-        backend ([`Backend`]):
-            The backend in use.
+        backend ([`Backend`]): The backend in use.
         config ([`~transformers.GenerationConfig`]):
             What is generated. It needs `max_new_tokens`, and a `pad_token_id` or an `eos_token_id`. As in `generate`, the model's
             own settings stand in for those that are left out.
-        prompt_lengths (`Sequence[int]`):
-            Declared lengths of prompts.
+        prompt_lengths (`Sequence[int]`): Declared lengths of prompts.
         run (`Callable`, *optional*):
             Runs what was traced, called with the name of the program, the shape of its tokens and `run=`, which does so. By
             default that is called.
@@ -125,8 +122,7 @@ class Generator:
         Generate a completion of each prompt.
 
         Args:
-            prompts (`Sequence[Sequence[int]]`):
-                Token ids. Repeat a prompt for several completions of it.
+            prompts (`Sequence[Sequence[int]]`): Token ids. Repeat a prompt for several completions of it.
             seed (`int`, *optional*):
                 What samples follow from. By default it is drawn from PyTorch's generator on the host.
             copies (`int`, *optional*, defaults to 1):

@@ -114,8 +114,7 @@ class Sampler:
         Choose a token for each row.
 
         Args:
-            logits (`torch.Tensor` of shape `(rows, vocabulary)`):
-                Those of the last position.
+            logits (`torch.Tensor` of shape `(rows, vocabulary)`): Those of the last position.
             seed, number (`torch.Tensor` of shape `()`, int32):
                 The seed of the text, and the number of the token in it, from 0.
             history (`torch.Tensor` of shape `(rows, length)`, *optional*):

@@ -41,8 +41,7 @@ def generate(
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             A causal language model. It is moved to the TPU, and stays there.
-        input_ids (`torch.Tensor` of shape `(rows, length)`):
-            Prompts, padded on the left.
+        input_ids (`torch.Tensor` of shape `(rows, length)`): Prompts, padded on the left.
         attention_mask (`torch.Tensor` of shape `(rows, length)`, *optional*):
             0 for padding. By default tokens of `pad_token_id` are, unless one ends a completion.
         generation_config ([`~transformers.GenerationConfig`], *optional*):

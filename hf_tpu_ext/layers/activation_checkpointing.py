@@ -155,16 +155,12 @@ def recompute(module: nn.Module, backend: Backend, keeps_dots: bool, function: C
     needs an input with a gradient, which a layer does not have behind a frozen embedding, or where a model has none.
 
     Args:
-        module ([`~torch.nn.Module`]):
-            The module that `function` belongs to.
-        backend ([`Backend`]):
-            The backend in use.
+        module ([`~torch.nn.Module`]): The module that `function` belongs to.
+        backend ([`Backend`]): The backend in use.
         keeps_dots (`bool`):
             Whether to keep the results of matrix products with weights and of kernels, so that the rest alone is computed again.
-        function (`Callable`):
-            What to call.
-        *args (`Any`):
-            Its arguments.
+        function (`Callable`): What to call.
+        *args (`Any`): Its arguments.
 
     Returns:
         `Any`: Its result.

@@ -208,18 +208,13 @@ def score_tokens(
     What `trl.kernels.ChunkedLogProbFunction.apply` computes, by [`LoopedLogProbs`].
 
     Args:
-        backend ([`Backend`]):
-            The backend in use.
-        hidden (`torch.Tensor` of shape `(tokens, hidden_size)`):
-            Last hidden states.
+        backend ([`Backend`]): The backend in use.
+        hidden (`torch.Tensor` of shape `(tokens, hidden_size)`): Last hidden states.
         weight (`torch.Tensor` of shape `(vocabulary, hidden_size)`):
             Weight of the head. No gradient is computed for it where it is frozen.
-        bias (`torch.Tensor` of shape `(vocabulary,)`, *optional*):
-            Its bias.
-        targets (`torch.Tensor` of shape `(tokens,)`):
-            Next tokens, each within the vocabulary.
-        chunk_size (`int`):
-            Width of upstream's slices, which is not that of these.
+        bias (`torch.Tensor` of shape `(vocabulary,)`, *optional*): Its bias.
+        targets (`torch.Tensor` of shape `(tokens,)`): Next tokens, each within the vocabulary.
+        chunk_size (`int`): Width of upstream's slices, which is not that of these.
         temperature, softcap, scale, outputs:
             As upstream.
 

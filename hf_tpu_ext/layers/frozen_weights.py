@@ -103,18 +103,16 @@ def find_plain_linear(model: nn.Module) -> set[nn.Linear]:
     return plain - _find_opaque(model)
 
 
-def _is_understood(model: nn.Module) -> bool:
-    if not _is_verified(model):
-        return False
-    if isinstance(model, PeftModel):
-        return all(config.peft_type == PeftType.LORA for config in model.peft_config.values())
-    # What was frozen by hand may be unfrozen in the middle of a run.
-    return not any(parameter.requires_grad for parameter in model.parameters())
-
-
 def _find_modules(model: nn.Module) -> dict[str, list[nn.Module]]:
     """Frozen weights by name, each with the modules that have it (several where it is tied)."""
-    if not _is_understood(model):
+    if not _is_verified(model):
+        return {}
+    if isinstance(model, PeftModel):
+        is_understood = all(config.peft_type == PeftType.LORA for config in model.peft_config.values())
+    else:
+        # What was frozen by hand may be unfrozen in the middle of a run.
+        is_understood = not any(parameter.requires_grad for parameter in model.parameters())
+    if not is_understood:
         return {}
     opaque = _find_opaque(model)
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..backends.base import Backend
 from .activation_checkpointing import Dots
 from .autocast import current_autocast
 from .row_blocks import RowBlocks
@@ -28,12 +27,9 @@ class LayerRun(NamedTuple):
             Returns hidden states, and what of a layer the model collects besides: of each row its own part.
         prepare (`Callable`):
             Called as `prepare(hidden, weights)` at the begin of each layer. Returns the weights that it computes with.
-        arguments (`Any`):
-            What they are called with besides, the same in each period.
-        num_weights (`int`):
-            How many of the stacked tensors are their own.
-        count (`int`):
-            How many there are in a period.
+        arguments (`Any`): What they are called with besides, the same in each period.
+        num_weights (`int`): How many of the stacked tensors are their own.
+        count (`int`): How many there are in a period.
     """
 
     call: Callable
@@ -104,7 +100,10 @@ class LayerLoop(torch.autograd.Function):
                 run_period, ((zero,) * len(layers), carry, weights_only), (periods,)
             )
             results = (tensor.flatten(0, 1) for tensor in results)
-        inputs, logits = _take_alternately(results, [1 + count for count in ctx.num_dots], ctx.num_collected)
+        # Of each run, what its layers are computed anew from, and then what is collected of them.
+        counts = chain.from_iterable(zip((1 + count for count in ctx.num_dots), ctx.num_collected, strict=True))
+        of_runs = list(_cut(results, counts))
+        inputs, logits = (list(chain.from_iterable(of_runs[first::2])) for first in (0, 1))
         ctx.counts = (len(inputs), len(shared), len(own))
         ctx.save_for_backward(*inputs, *shared, *own, *weights)
         return blocks.join(output), *logits
@@ -178,8 +177,13 @@ class LayerLoop(torch.autograd.Function):
                         differentiate_block, carry, (hidden, *dots, *gradients_of, *own)
                     )
                     weight_grads = (
-                        _sum_over_chips(backend, total.to(weight.dtype))
-                        for total, weight in zip(sums, trained_weights, strict=True)
+                        total.to(weight.dtype) for total, weight in zip(sums, trained_weights, strict=True)
+                    )
+                    # That of a small weight is whole on every chip before it is split: one all-reduce takes all of them, where the
+                    # partitioner would send the parts of each from chip to chip.
+                    weight_grads = (
+                        backend.gather(gradient) if gradient.numel() < _LEAST_SCATTERED else gradient
+                        for gradient in weight_grads
                     )
                     return (gradient, shared, own), tuple(weight_grads), ()
 
@@ -218,14 +222,6 @@ class LayerLoop(torch.autograd.Function):
         )
 
 
-def _sum_over_chips(backend: Backend, gradient: Tensor) -> Tensor:
-    """
-    The gradient of a layer's weight. That of a small one is whole on every chip before it is split: one all-reduce takes all
-    of them, where the partitioner would send the parts of each from chip to chip.
-    """
-    return backend.gather(gradient) if gradient.numel() < _LEAST_SCATTERED else gradient
-
-
 def _period_numbers(layers: Sequence[LayerRun], weights: Sequence[Tensor]) -> Tensor:
     """The numbers of the periods, over which the loop goes."""
     return torch.arange(len(weights[0]) // layers[0].count, device=weights[0].device)
@@ -238,12 +234,6 @@ def _split(layers: Sequence[LayerRun], entries: Sequence) -> Iterable[tuple]:
 def _cut(entries: Iterable, counts: Iterable[int]) -> Iterable[tuple]:
     entries = iter(entries)
     return (tuple(islice(entries, count)) for count in counts)
-
-
-def _take_alternately(entries: Iterable, counts: Sequence[int], others: Sequence[int]) -> tuple[list, list]:
-    """Entries of two kinds, of which so many of the one and so many of the other alternate."""
-    cut = list(_cut(entries, chain.from_iterable(zip(counts, others, strict=True))))
-    return list(chain.from_iterable(cut[::2])), list(chain.from_iterable(cut[1::2]))
 
 
 class _Place(NamedTuple):

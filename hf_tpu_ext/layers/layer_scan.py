@@ -33,8 +33,7 @@ class LayerStack(CalledLayers):
     Args:
         layers ([`~torch.nn.ModuleList`]):
             The layers. Those of the pattern have no parameters while the stack is in use.
-        backend ([`Backend`]):
-            The backend in use.
+        backend ([`Backend`]): The backend in use.
         rematerialization (`str`):
             What the backward pass computes again: `"full"`, whole layers; `"dots"`, the same but for matrix products
             with weights; `"none"`, nothing, and no loop either: the layers are unrolled.
@@ -112,7 +111,7 @@ class LayerStack(CalledLayers):
     @torch.no_grad()
     def stack(self) -> None:
         """Take the parameters of the layers. A second time, into the same parameters where their dtype is the same."""
-        nothing, pending = self._nothing(), 0
+        nothing, pending = torch.empty(0, device=self._backend.device), 0
         for template in self._templates:
             layers = [self._layers[number] for number in template.numbers]
             for name, stacked_name in zip(template.names, template.stacked_names, strict=True):
@@ -141,7 +140,7 @@ class LayerStack(CalledLayers):
     @torch.no_grad()
     def unstack(self) -> None:
         """Give the layers their parameters back: the same ones that they had, with their current values."""
-        nothing, pending = self._nothing(), 0
+        nothing, pending = torch.empty(0, device=self._backend.device), 0
         # As data: slices at constant numbers take XLA on a CPU up to half a minute to compile.
         most = max(len(template.numbers) for template in self._templates)
         indices = self._backend.send([torch.tensor([index]) for index in range(most)])
@@ -167,9 +166,6 @@ class LayerStack(CalledLayers):
             return pending
         self._backend.flush()
         return 0
-
-    def _nothing(self) -> Tensor:
-        return torch.empty(0, device=self._backend.device)
 
     # ---- Calls ----
 

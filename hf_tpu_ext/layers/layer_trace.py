@@ -66,7 +66,7 @@ class LayerTraces:
                     torch.no_grad(),
                     # Nothing that is drawn here changes what is drawn later.
                     torch.random.fork_rng(devices=[]),
-                    self._recorder.draws(),
+                    RandomNumbers(self._recorder.seed),
                     without_kernels(backend),
                     static_masks(),
                     backend.autocast(dtype),
@@ -106,17 +106,14 @@ class _Recorder(CalledLayers):
         # transformers registers its hooks when a model first collects something.
         for number, layer in enumerate(layers):
             self.add_module(str(number), layer)
-        self._seed = torch.zeros((), dtype=torch.int32, device=backend.device)
+        #: Of the random numbers.
+        self.seed = torch.zeros((), dtype=torch.int32, device=backend.device)
         self.refusal: str | None = None
         # For each layer what it is called with, and what it computes.
         self.functions: list[tuple[dict[str, Any], list]] = []
         # Tensors are known by their identity, which holds as long as they live.
         self._alive: list[Tensor] = []
         self._output: Tensor | None = None
-
-    def draws(self) -> RandomNumbers:
-        """Context in which the first random numbers are the same each time."""
-        return RandomNumbers(self._seed)
 
     def call_layer(self, number: int, *args: Any, **kwargs: Any) -> Tensor:
         self.refusal = self._why_refused(number, args)
@@ -125,7 +122,7 @@ class _Recorder(CalledLayers):
         hidden, *rest = args
         leaves, structure = tree_flatten_with_path((rest, kwargs))
         arguments: dict[str, Any] = {"structure of arguments": structure}
-        operators = _Operators(self._seed.device)
+        operators = _Operators(self.seed.device)
         operators.name(hidden, "hidden")
         layer = self._layers[number]
         for name, parameter in (*layer.named_parameters(), *layer.named_buffers()):
@@ -136,7 +133,8 @@ class _Recorder(CalledLayers):
             arguments[name] = _Identity(leaf) if isinstance(leaf, Tensor) else leaf
             if isinstance(leaf, Tensor):
                 operators.name(leaf, f"argument {name}")
-        with self.draws(), operators:
+        # Each layer draws the same.
+        with RandomNumbers(self.seed), operators:
             # Not its own `__call__`, which checkpoints activations.
             self._output = nn.Module.__call__(layer, *args, **kwargs)
         self.functions.append((arguments, operators.operators))

@@ -1,6 +1,6 @@
 """The layers of one pattern as one loop, which runs when the model has called the last of them."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain, compress, islice
@@ -61,16 +61,11 @@ class PatternLoop:
     Runs the layers of a [`Pattern`] as a loop.
 
     Args:
-        pattern ([`Pattern`]):
-            How they repeat.
-        layers (`Sequence[torch.nn.Module]`):
-            All layers of the model.
-        backend ([`Backend`]):
-            The backend in use.
-        keeps_dots (`bool`):
-            Whether matrix products with weights are kept for the backward pass.
-        by_rows (`bool`):
-            Whether they can go through [`RowBlocks`].
+        pattern ([`Pattern`]): How they repeat.
+        layers (`Sequence[torch.nn.Module]`): All layers of the model.
+        backend ([`Backend`]): The backend in use.
+        keeps_dots (`bool`): Whether matrix products with weights are kept for the backward pass.
+        by_rows (`bool`): Whether they can go through [`RowBlocks`].
         derive (`Callable[[nn.Module], Derivations]`), plain (`Collection[torch.nn.Linear]`):
             As [`~hf_tpu_ext.layers.layer_scan.LayerStack`] takes them.
 
@@ -103,10 +98,6 @@ class PatternLoop:
         self._calls: list[tuple[tuple, dict[str, Any]]] = []
         self._input: Tensor | None = None
         self._next = pattern.first
-
-    def weights(self) -> Iterator[Tensor]:
-        """The stacked parameters of all templates, or what stands in their place."""
-        return chain.from_iterable(template.weights() for template in self.templates)
 
     def call_layer(
         self, number: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any], prompt: StaticKeyValueCache | None
@@ -158,17 +149,15 @@ class PatternLoop:
             weights += own
         hidden, *logits = LayerLoop.apply(layers, self._keeps_dots, blocks, hidden, *weights)
         if logits:
-            self._give_logits(iter(logits))
+            # The model has them of all layers, in their order.
+            of_layers: dict[int, list[Tensor]] = {number: [] for number in self.places}
+            stacked_logits = iter(logits)
+            for template in self.templates:
+                for stacked in islice(stacked_logits, template.num_logits):
+                    for number, part in zip(template.numbers, stacked.unbind(), strict=True):
+                        of_layers[number].append(part)
+            give_to_model(chain.from_iterable(part for _, part in sorted(of_layers.items())))
         return hidden
-
-    def _give_logits(self, logits: Iterator[Tensor]) -> None:
-        """Let the model have collected logits of all layers, in their order."""
-        of_layers: dict[int, list[Tensor]] = {number: [] for number in self.places}
-        for template in self.templates:
-            for stacked_logits in islice(logits, template.num_logits):
-                for number, part in zip(template.numbers, stacked_logits.unbind(), strict=True):
-                    of_layers[number].append(part)
-        give_to_model(chain.from_iterable(part for _, part in sorted(of_layers.items())))
 
     def _run_prompt(
         self, hidden: Tensor, calls: Sequence[tuple[tuple, dict[str, Any]]], cache: StaticKeyValueCache
@@ -264,7 +253,7 @@ class PatternLoop:
         if seeds:
             seed, chip = seeds[0].unbind()
             # To random numbers, a block is what a chip is: one of several with as many rows.
-            seeds = (seed, blocks.number_over_chips(chip, number))
+            seeds = (seed, chip if number is None else chip * blocks.count + number)
         collector = collect_apart() if collects else nullcontext([])
         with RandomNumbers(*seeds) if seeds else nullcontext(), collector as logits:
             parts = dict(zip((*template.names, *template.derivations), (*weights, *derived_tensors), strict=True))

@@ -63,13 +63,11 @@ class RandomNumbers(AbstractContextManager):
     among them, or were imported by their own name, and those with a `generator`, draw what they draw without this context.
 
     Args:
-        seed (`torch.Tensor` of shape `()`, int32):
-            The seed, on the device.
+        seed (`torch.Tensor` of shape `()`, int32): The seed, on the device.
         chip (`torch.Tensor` of shape `()`, int32, *optional*):
             The number of the part of the rows that is computed with, where each part is computed by itself, by its own chip or in
             its own turn of a loop. By default there is one.
-        num_draws (`int`, *optional*, defaults to 0):
-            How many draws with this seed there were before.
+        num_draws (`int`, *optional*, defaults to 0): How many draws with this seed there were before.
     """
 
     _contexts: ClassVar[list["RandomNumbers"]] = []

@@ -23,8 +23,13 @@ class RowBlocks:
     def __init__(self, backend: Backend, rows: int, length: int, is_enabled: bool = True):
         self.backend, self._rows = backend, rows
         has_own_rows = backend.num_chips == 1 or backend.manual_sharding.active
-        #: How many blocks there are.
-        self.count = rows // _rows_of_a_block(rows, length) if is_enabled and has_own_rows else 1
+        #: How many blocks there are, of the same number of rows.
+        self.count = 1
+        if is_enabled and has_own_rows:
+            most = max(_BLOCK_TOKENS, length)
+            sizes = (size for size in range(rows, 0, -1) if rows % size == 0)
+            # Where none is good, as with many short rows that are a prime number, there is one block.
+            self.count = rows // next((size for size in sizes if most // 4 <= size * length <= most), rows)
 
     def cut(self, tensor: Tensor) -> Tensor:
         """From `(rows, ...)` to `(blocks, rows of a block, ...)`."""
@@ -37,10 +42,6 @@ class RowBlocks:
     def has_rows(self, tensor: Tensor) -> bool:
         """Whether each row of the batch has its own part of a tensor; others, as positions, may be for all rows."""
         return tensor.ndim > 1 and len(tensor) == self._rows
-
-    def number_over_chips(self, chip: Tensor, number: Tensor | None) -> Tensor:
-        """The number of a chip's block among the blocks of all chips, given its number on the chip."""
-        return chip if number is None else chip * self.count + number
 
     def zeros(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What sums over blocks begin with, for results of the shapes of `tensors`: none if there is one block."""
@@ -63,10 +64,3 @@ class RowBlocks:
             return body(carry, (None, *entries))
         numbers = torch.arange(self.count, dtype=torch.int32, device=self.backend.device)
         return self.backend.loops.scan(body, carry, (numbers, *entries))
-
-
-def _rows_of_a_block(rows: int, length: int) -> int:
-    """Blocks have the same number of rows. Where none is good, as with many short rows that are a prime number, there is one."""
-    most = max(_BLOCK_TOKENS, length)
-    sizes = (size for size in range(rows, 0, -1) if rows % size == 0)
-    return next((size for size in sizes if most // 4 <= size * length <= most), rows)

@@ -70,12 +70,9 @@ class StaticKeyValueCache(Cache):
     [`~transformers.StaticCache`], a prompt attends to its own length only, and a token is written by an update of a slice.
 
     Args:
-        backend ([`Backend`]):
-            The backend in use.
-        num_layers (`int`):
-            Layers of the model.
-        length (`int`):
-            Positions.
+        backend ([`Backend`]): The backend in use.
+        num_layers (`int`): Layers of the model.
+        length (`int`): Positions.
         index (`torch.Tensor` of shape `()`, int32, *optional*):
             The position of the token. Without it, a prompt is to come.
         tensors (`Sequence[torch.Tensor]` of shapes `(rows, heads, length, width)` or `(rows * heads, length, width)`, *optional*):

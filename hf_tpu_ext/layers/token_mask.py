@@ -18,10 +18,8 @@ class TokenMask(NamedTuple):
     Args:
         documents (`torch.Tensor` of shape `(batch, length)`):
             The number of each token's document, and 0 for padding, int32. Padding sees padding.
-        window (`int` or `None`):
-            How many tokens a token sees at most, itself included.
-        dtype (`torch.dtype`):
-            Dtype of the mask that is added to scores.
+        window (`int` or `None`): How many tokens a token sees at most, itself included.
+        dtype (`torch.dtype`): Dtype of the mask that is added to scores.
         causal (`bool`, *optional*, defaults to `True`):
             Whether a token sees those before it only, and itself. Else there is no window.
     """
@@ -80,13 +78,12 @@ def make_token_mask(
     return TokenMask(documents, window, dtype)
 
 
-def _parts(mask_function: Callable) -> tuple[Callable, ...]:
-    return tuple(getclosurevars(mask_function).nonlocals.get("mask_functions", ()))
-
-
 def _window_of(mask_function: Callable) -> int | None:
     """The sliding window of a function as transformers makes it, which says so by what it is made of."""
-    parts, window_parts = _parts(mask_function), _parts(sliding_window_causal_mask_function(1))
+    parts, window_parts = (
+        tuple(getclosurevars(function).nonlocals.get("mask_functions", ()))
+        for function in (mask_function, sliding_window_causal_mask_function(1))
+    )
     if [part.__qualname__ for part in parts] != [part.__qualname__ for part in window_parts]:
         return None
     return getclosurevars(parts[0]).nonlocals["sliding_window"]

@@ -24,10 +24,6 @@ from .rounding import Rounding, split
 ADAPTERS = ("inside", "beside")
 
 
-def _multiply(up: Tensor, down: Tensor) -> Tensor:
-    return _LongProduct.apply(up, down) if up.device.type in ("xla", "tpu") else up @ down
-
-
 class _LongProduct(torch.autograd.Function):
     """
     A product of float32 matrices on a TPU, which rounds what it multiplies to bfloat16: as four products of parts that
@@ -80,12 +76,13 @@ class AdaptersInside(LoraLinear):
         base = self.get_base_layer()
         weight = base.weight.float()
         if not self.disable_adapters and not self.merged:
+            multiply = _LongProduct.apply if x.device.type in ("xla", "tpu") else torch.matmul
             # Under autocast the update would be rounded to bfloat16 first, and the integers be others than in an export.
             with torch.autocast(x.device.type, enabled=False):
                 for name in self.active_adapters:
                     if name in self.lora_A:
                         up, down = self.lora_B[name].weight.float(), self.lora_A[name].weight.float()
-                        weight = weight + _multiply(up, down) * self.scaling[name]
+                        weight = weight + multiply(up, down) * self.scaling[name]
         weight = self.rounding.round_weight(weight)
         return F.linear(self.rounding.round_activation(x), weight.to(x.dtype), base.bias)
 
@@ -113,12 +110,9 @@ class FakeQuantization:
     transformers leaves them out when it loads a model with a `TorchAoConfig`, unless they are asked for.
 
     Args:
-        model ([`~torch.nn.Module`]):
-            The model, with its adapters if it has some.
-        rounding ([`Rounding`]):
-            How its layers round.
-        adapters (`str`, *optional*, defaults to `"inside"`):
-            One of [`ADAPTERS`].
+        model ([`~torch.nn.Module`]): The model, with its adapters if it has some.
+        rounding ([`Rounding`]): How its layers round.
+        adapters (`str`, *optional*, defaults to `"inside"`): One of [`ADAPTERS`].
         embeddings (`bool`, *optional*, defaults to `False`):
             Whether embeddings and the output head are rounded as well.
 

@@ -112,25 +112,19 @@ class PackedLinear4bit(PackedLinear):
     along the first dimension, too: the compiler for TPU then unpacks within the product, beside the matrix units.
 
     Args:
-        shape (`Sequence[int]`):
-            `(out_features, in_features)`.
+        shape (`Sequence[int]`): `(out_features, in_features)`.
         packed (`dict[str, torch.Tensor]`):
             `words`: `(in_features / 8, out_features)` int32. And the largest absolute value of each block of successive input
             features, either `scales`: `(in_features / block, out_features)` float32, or quantized a second time:
             `scale_codes` `(groups, group)` uint8, in the order of the blocks of bitsandbytes, with `scale_code` `(256,)`,
             `scale_scales` `(groups,)` and `scale_offset` `()`, float32.
-        bias ([`~torch.nn.Parameter`], *optional*):
-            The bias.
-        table (`tuple[float, ...]`):
-            The value of each of the 16 codes.
-        block (`int`):
-            Input features of a block.
-        dtype (`torch.dtype`):
-            Dtype that the weight had.
+        bias ([`~torch.nn.Parameter`], *optional*): The bias.
+        table (`tuple[float, ...]`): The value of each of the 16 codes.
+        block (`int`): Input features of a block.
+        dtype (`torch.dtype`): Dtype that the weight had.
         compute_dtype (`torch.dtype`, *optional*):
             What products are computed in; by default in the dtype of their input.
-        backend ([`Backend`]):
-            The backend in use.
+        backend ([`Backend`]): The backend in use.
     """
 
     stored_in = ("words", _PER_WORD)
@@ -189,8 +183,7 @@ class PackedLinear8bit(PackedLinear):
         packed (`dict[str, torch.Tensor]`):
             `codes`: `(out_features, in_features)` int8. `scales`: `(out_features,)` float32, the largest absolute value
             of each row.
-        bias ([`~torch.nn.Parameter`], *optional*):
-            The bias.
+        bias ([`~torch.nn.Parameter`], *optional*): The bias.
     """
 
     stored_in = ("codes", 1)

@@ -69,14 +69,10 @@ class Rounding:
     would leave behind.
 
     Args:
-        bits (`int`):
-            Bits of an element, 2 to 8.
-        group_size (`int`):
-            Elements that share a scale.
-        activations (`bool`, *optional*, defaults to `False`):
-            Whether activations are rounded to int8.
-        on (`bool`, *optional*, defaults to `True`):
-            Whether anything is rounded, for the time being.
+        bits (`int`): Bits of an element, 2 to 8.
+        group_size (`int`): Elements that share a scale.
+        activations (`bool`, *optional*, defaults to `False`): Whether activations are rounded to int8.
+        on (`bool`, *optional*, defaults to `True`): Whether anything is rounded, for the time being.
         scale (`str`, *optional*, defaults to `"max"`):
             One of [`SCALES`]: by the largest magnitude of a group, as torchao does; or with the least squared error, which is
             found anew for the weights of each step. Such a scale may be negative, and is a number of bfloat16, so that an

@@ -42,6 +42,8 @@ class ImageFamily(ABC):
 
     #: What upstream's processor makes of images, and `lay_out` replaces.
     keys: tuple[str, ...] = ("pixel_values",)
+    #: Tokens of what a row has whole: an image, or a tile.
+    tokens = 1
     #: Whether layers of the text add features to what the layer before has computed.
     adds_between_layers = False
 
@@ -56,9 +58,9 @@ class ImageFamily(ABC):
     def tokens_per_image(self, processor: ProcessorMixin) -> int:
         """The most tokens that the processor makes of an image."""
 
-    @abstractmethod
     def round_up(self, tokens: int) -> int:
         """The room that a row needs for so many image tokens: the tokens of whole images, or of whole tiles."""
+        return -(-tokens // self.tokens) * self.tokens
 
     @abstractmethod
     def lay_out(self, batch: Mapping[str, Any], images: Sequence[int], room: int) -> dict[str, Tensor]:
@@ -106,9 +108,6 @@ class OneSize(ImageFamily):
     def tokens_per_image(self, processor: ProcessorMixin) -> int:
         return self.tokens
 
-    def round_up(self, tokens: int) -> int:
-        return -(-tokens // self.tokens) * self.tokens
-
     def lay_out(self, batch: Mapping[str, Any], images: Sequence[int], room: int) -> dict[str, Tensor]:
         pixels = batch["pixel_values"]
         laid_out = pixels.new_zeros(len(images), room // self.tokens, *pixels.shape[1:])
@@ -147,9 +146,6 @@ class Tiles(ImageFamily):
         side = _longest_edge(processor)
         tiles, _, _ = images.get_number_of_image_patches(side, side)
         return max(1, tiles) * self.tokens
-
-    def round_up(self, tokens: int) -> int:
-        return -(-tokens // self.tokens) * self.tokens
 
     def lay_out(self, batch: Mapping[str, Any], images: Sequence[int], room: int) -> dict[str, Tensor]:
         pixels, mask, size = batch["pixel_values"], batch["pixel_attention_mask"], self.patch_size
@@ -196,9 +192,6 @@ class Patches(ImageFamily):
         images = processor.image_processor
         return _longest_edge(processor) // (images.patch_size * images.merge_size) ** 2
 
-    def round_up(self, tokens: int) -> int:
-        return tokens
-
     def lay_out(self, batch: Mapping[str, Any], images: Sequence[int], room: int) -> dict[str, Tensor]:
         grids = batch["image_grid_thw"]
         of_image = iter(zip(grids.tolist(), batch["pixel_values"].split(grids.prod(1).tolist()), strict=True))
@@ -213,17 +206,17 @@ class Patches(ImageFamily):
         for number, (grid, pixels) in enumerate(images, 1):
             numbers = torch.full((len(pixels),), number)
             columns.append({PIXELS: pixels, "image_numbers": numbers, **self.of_image(tuple(grid))})
-        num_tokens = sum(len(image[PIXELS]) for image in columns) // self.merge**2
-        padding = self._padding(room - num_tokens)
-        return {key: torch.cat([*(image[key] for image in columns), padding[key]]) for key in padding}
-
-    def _padding(self, tokens: int) -> dict[str, Tensor]:
-        # As an image of one token, again and again.
-        grid, vision = (1, self.merge, self.merge), self.config.vision_config
+        missing = room - sum(len(image[PIXELS]) for image in columns) // self.merge**2
+        vision, num_patches = self.config.vision_config, missing * self.merge**2
         width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        pixels = torch.zeros(tokens * self.merge**2, width)
-        of_one = {key: column.repeat(tokens, *[1] * (column.ndim - 1)) for key, column in self.of_image(grid).items()}
-        return {PIXELS: pixels, "image_numbers": torch.zeros(len(pixels), dtype=torch.long), **of_one}
+        # As an image of one token, again and again.
+        of_one = self.of_image((1, self.merge, self.merge))
+        padding = {key: column.repeat(missing, *[1] * (column.ndim - 1)) for key, column in of_one.items()}
+        padding |= {
+            PIXELS: torch.zeros(num_patches, width),
+            "image_numbers": torch.zeros(num_patches, dtype=torch.long),
+        }
+        return {key: torch.cat([*(image[key] for image in columns), padding[key]]) for key in padding}
 
     def _positions_of_text(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """
@@ -255,7 +248,7 @@ class Patches(ImageFamily):
             inputs.pop(PIXELS).flatten(0, 2).to(model.visual.dtype),
             grid_thw=None,
             position_ids=inputs.pop("image_positions").flatten(0, 2),
-            # The attention that is registered for it takes these for lengths, see `segments.py`.
+            # The attention that is registered for it takes these for lengths, see `model.py`.
             cu_seqlens=numbers,
             max_seqlen=numbers.shape[1],
             return_dict=True,

@@ -1,5 +1,6 @@
 """A vision language model that takes images in static shapes."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,13 @@ from ..backends.base import Backend
 from ..layers.attention import has_kernel
 from ..layers.sliced_attention import sliced_attention
 from ..layers.splash_attention import splash_attention
+from ..layers.token_mask import TokenMask
 from .families import FAMILIES, PIXELS, ImageFamily, Patches
-from .segments import NAME, attend_in_segments
+
+
+# By this name upstream hands the lengths of segments on as a tensor, as it does for Flash Attention. For any other it reads them
+# on the host, and cuts queries and keys.
+_SEGMENTS = "flash_by_segments"
 
 
 def find_base(model: nn.Module) -> PreTrainedModel | None:
@@ -42,8 +48,8 @@ def take_static_images(model: nn.Module, backend: Backend) -> None:
     family = FAMILIES[base.config.model_type](base)
     if isinstance(family, Patches):
         attend = splash_attention if has_kernel(base) else sliced_attention
-        AttentionInterface.register(NAME, partial(attend_in_segments, partial(attend, backend)))
-        base.visual.config._attn_implementation = NAME
+        AttentionInterface.register(_SEGMENTS, partial(_attend_in_segments, partial(attend, backend)))
+        base.visual.config._attn_implementation = _SEGMENTS
     base.register_forward_pre_hook(partial(_embed, family), with_kwargs=True)
     if family.adds_between_layers:
         text = base.get_decoder()
@@ -97,3 +103,32 @@ def _add(model: PreTrainedModel, hidden: Tensor, mask: Tensor | None, features: 
         if mask is None
         else type(model)._deepstack_process(model, hidden, mask, features)
     )
+
+
+def _attend_in_segments(
+    attend: Callable,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    cu_seq_lens_q: Tensor,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """
+    Attention of `(1, heads, patches, width)` within segments, for [`~transformers.AttentionInterface`], as `attend` computes it.
+
+    `cu_seq_lens_q` has the number of each patch's segment, `(rows, patches of a row)`; or, where a model is called with images as
+    upstream lays them out, the ends of the segments of all patches.
+    """
+    segments = cu_seq_lens_q
+    if segments.ndim == 1:
+        places = torch.arange(query.shape[2], device=query.device)
+        segments = (places[:, None] >= segments[None, 1:]).sum(1)[None]
+    rows = segments.shape[0]
+    query, key, value = (tensor.squeeze(0).unflatten(1, (rows, -1)).transpose(0, 1) for tensor in (query, key, value))
+    mask = TokenMask((segments + 1).int(), None, query.dtype, causal=False)
+    output, _ = attend(module, query, key, value, mask, dropout=dropout, scaling=scaling)
+    return output.flatten(0, 1)[None], None
