@@ -214,7 +214,9 @@ class StepStatus(TrainerCallback):
             total = sum(counts.values(), BatchCount())
             logs["tokens_per_second"] = round(total.tokens / in_steps, 3)
             logs["padded_tokens_per_second"] = round(total.padded_tokens / in_steps, 3)
-            if (flops := self._count_flops(counts)) is not None:
+            per_shape = [None if self._flops is None else self._flops(shape) for shape in counts]
+            if None not in per_shape:
+                flops = sum(count.batches * each for count, each in zip(counts.values(), per_shape, strict=True))
                 peak = (
                     self._backend.chip.flops_per_second * self._backend.num_chips * self._backend.processes.row_shards
                 )
@@ -238,11 +240,3 @@ class StepStatus(TrainerCallback):
         """Seconds of each phase since training began, by its name in the last log of a run."""
         spent = self.clock.copy_seconds()
         return {f"phase/{phase}": round(spent[phase], 6) for phase in PHASES if phase in spent}
-
-    def _count_flops(self, counts: dict[tuple[int, ...], BatchCount]) -> float | None:
-        if self._flops is None:
-            return None
-        per_shape = [self._flops(shape) for shape in counts]
-        if None in per_shape:
-            return None
-        return sum(count.batches * flops for count, flops in zip(counts.values(), per_shape, strict=True))

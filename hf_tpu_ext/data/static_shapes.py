@@ -227,18 +227,12 @@ def pad_columns(batch: Mapping[str, Any], length: int, pad_token_id: int) -> dic
     batch = dict(batch)
     for prefix, shape in _sequences(batch).items():
         for key, value in batch.items():
-            if key.startswith(prefix) and length > shape[-1] and _is_padded(key, value, shape):
+            is_of_it = key.startswith(prefix) and isinstance(value, Tensor) and value.shape[: len(shape)] == shape
+            # Floating-point labels are multi-label targets of shape (batch, num_labels), whatever the batch's length is.
+            is_target = is_of_it and key.endswith("labels") and value.is_floating_point()
+            if length > shape[-1] and is_of_it and not is_target:
                 batch[key] = _extend(key, value, len(shape) - 1, length, pad_token_id)
     return batch
-
-
-def _is_padded(key: str, value: Any, sequence: torch.Size) -> bool:
-    # Floating-point labels are multi-label targets of shape (batch, num_labels), whatever the batch's length is.
-    return (
-        isinstance(value, Tensor)
-        and value.shape[: len(sequence)] == sequence
-        and not (key.endswith("labels") and value.is_floating_point())
-    )
 
 
 def count_rows(batch: Mapping[str, Any]) -> int:

@@ -134,17 +134,15 @@ class Sampler:
         if self._samples:
             # The largest of scores with Gumbel noise is drawn with the probability of its softmax.
             scores = scores + gumbel(tuple(scores.shape), scramble(seed + number * BY_ROW))
-        token = self._find_largest(scores)
+        if self._in_one_pass:
+            token = scores.argmax(-1)
+        else:
+            # XLA for the host would compute argmax, and the noise in its scores, without vectors.
+            numbers = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
+            is_largest = scores == scores.amax(-1, keepdim=True)
+            token = torch.where(is_largest, numbers, scores.shape[-1] - 1).amin(-1).long()
         scaled_logits = logits / self._temperature
         return token, scaled_logits.gather(-1, token[:, None])[:, 0] - scaled_logits.logsumexp(-1)
-
-    def _find_largest(self, scores: Tensor) -> Tensor:
-        if self._in_one_pass:
-            return scores.argmax(-1)
-        # XLA for the host would compute argmax, and the noise in its scores, without vectors.
-        numbers = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
-        is_largest = scores == scores.amax(-1, keepdim=True)
-        return torch.where(is_largest, numbers, scores.shape[-1] - 1).amin(-1).long()
 
     def is_end(self, token: Tensor) -> Tensor:
         """Say of tokens `(rows,)` whether they end a text: 1 or 0, int32."""

@@ -104,19 +104,8 @@ class PatternLoop:
     ) -> Tensor:
         """
         Note the call of a layer, which returns its input. With the last of them, the loop runs. Of a `prompt`, keys and values go
-        into its cache.
+        into its cache. What a model may do with one batch and not with another is refused: it was not seen when the loop was chosen.
         """
-        self._check_call(number, hidden, args, kwargs)
-        if number == self.places[number][0].numbers[0]:
-            self._calls.append((args, kwargs))
-        self._input, self._next = hidden, number + 1
-        if self._next < self.pattern.end:
-            return hidden
-        calls, self._calls, self._input, self._next = self._calls, [], None, self.pattern.first
-        return self._run(hidden, calls) if prompt is None else self._run_prompt(hidden, calls, prompt)
-
-    def _check_call(self, number: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Refuse what a model may do with one batch and not with another: it was not seen when the loop was chosen."""
         template, index = self.places[number]
         problem = None
         if number != self._next:
@@ -128,6 +117,13 @@ class PatternLoop:
         if problem is not None:
             self._calls, self._input, self._next = [], None, self.pattern.first
             raise UserError(f"The layers do not run as a loop with this batch: {problem}. Set scan_layers='off'.")
+        if index == 0:
+            self._calls.append((args, kwargs))
+        self._input, self._next = hidden, number + 1
+        if self._next < self.pattern.end:
+            return hidden
+        calls, self._calls, self._input, self._next = self._calls, [], None, self.pattern.first
+        return self._run(hidden, calls) if prompt is None else self._run_prompt(hidden, calls, prompt)
 
     def _run(self, hidden: Tensor, calls: Sequence[tuple[tuple, dict[str, Any]]]) -> Tensor:
         blocks = RowBlocks(self._backend, *hidden.shape[:2], self._by_rows)
