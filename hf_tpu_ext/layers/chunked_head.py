@@ -1,7 +1,7 @@
 """TRL's fused language model head: another in its place, and one that is a loop, so that memory and graph stay small."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS, _backward_tile, _forward_tile
 
 from ..backends.base import Backend
+from ..temporarily import temporarily
 from .autocast import matmul_dtype
 
 
@@ -18,26 +19,19 @@ _TILE_ELEMENTS = 2**24
 _LEAST_SLICE = 1024
 
 
-@contextmanager
-def head_computed_by(apply: Callable[..., tuple]) -> Iterator[None]:
+def head_computed_by(apply: Callable[..., tuple]) -> AbstractContextManager[None]:
     """
     Within this context, TRL's fused language model head is computed by `apply`, which is called as
     `trl.kernels.ChunkedLogProbFunction.apply`. The outermost context decides.
     """
     is_decided = isinstance(trl.trainer.utils._ChunkedLogProbFunction, SimpleNamespace)
-    with nullcontext() if is_decided else head_wrapped_by(lambda _: apply):
-        yield
+    return nullcontext() if is_decided else head_wrapped_by(lambda _: apply)
 
 
-@contextmanager
-def head_wrapped_by(wrap: Callable[[Callable], Callable]) -> Iterator[None]:
+def head_wrapped_by(wrap: Callable[[Callable], Callable]) -> AbstractContextManager[None]:
     """Within this context, TRL's fused language model head is computed by `wrap(apply)` of what computes it outside."""
-    function = trl.trainer.utils._ChunkedLogProbFunction
-    trl.trainer.utils._ChunkedLogProbFunction = SimpleNamespace(apply=wrap(function.apply))
-    try:
-        yield
-    finally:
-        trl.trainer.utils._ChunkedLogProbFunction = function
+    wrapped = SimpleNamespace(apply=wrap(trl.trainer.utils._ChunkedLogProbFunction.apply))
+    return temporarily(trl.trainer.utils, _ChunkedLogProbFunction=wrapped)
 
 
 class LoopedLogProbs(torch.autograd.Function):
