@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..formatting import format_seconds
 from ..hardware.prices import Price
 from .figures import HOW_TO_DRAW, can_draw, draw_curves, draw_shares
 from .metrics import RESULTS
@@ -47,9 +48,8 @@ def compare_runs(runs: Sequence[Run], prices: Mapping[str, Price]) -> Report:
     )
     compilations = _compare([compilations_of(run) for run in runs], all_rows=True)
     columns = ["", *(run.name for run in runs)]
-    speed = Section(
-        "Mean time of a step", tables=[Table(columns, _compare([time_of_step(run) for run in runs], True))]
-    )
+    of_step = [{name: format_seconds(seconds) for name, seconds in time_of_step(run).items()} for run in runs]
+    speed = Section("Mean time of a step", tables=[Table(columns, _compare(of_step, all_rows=True))])
     if can_draw() and all(map(time_in_phases, runs)):
         speed.figures.append(draw_shares("Where the time went", {run.name: time_in_phases(run) for run in runs}))
     sections = [

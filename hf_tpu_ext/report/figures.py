@@ -1,9 +1,10 @@
 """Figures of a report, in the colours of a light page or a dark one."""
 
 import io
+import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
@@ -23,9 +24,11 @@ _STYLE = Path(__file__).with_name("figures.mplstyle")
 # In the style, what stands for the colour of text: black on a light page, white on a dark one.
 _INK = "#010203"
 _LIGHT_OR_DARK = "color-scheme: light dark; color: CanvasText"
-# Seen well on white and on black.
-_COLOURS = "#3b82f6 #f97316 #10b981 #a855f7 #ef4444 #14b8a6 #ec4899 #eab308 #84cc16 #6366f1 #94a3b8".split()
+# Seen well on white and on black, and beside each other.
+_COLOURS = "#3b82f6 #f97316 #16a34a #a855f7 #eab308 #06b6d4 #dc2626 #94a3b8 #84cc16 #f472b6 #9a6b3f #4f46e5".split()
 _FEW_POINTS = 50
+# Of a figure, in letters of its legend.
+_WIDTH = 96
 # Values of curves are drawn by their logarithms where most of them would lie on the axis, and steps where the shortest curve
 # would be a dot.
 _FAR_APART = 50
@@ -36,16 +39,21 @@ def can_draw() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def _draw(title: str, plot: Callable, height: float = 2.6) -> Figure:
-    """One figure. `plot` is called with its axes."""
+def _draw(title: str, plot: Callable, height: float = 2.6, labels: Iterable[str] = ()) -> Figure:
+    """One figure. `plot` is called with its axes; what it labels is named below them, where it hides nothing."""
     import matplotlib
     from matplotlib import figure
 
+    labels = list(labels)
+    columns = max(1, _WIDTH // (8 + max(map(len, labels), default=0)))
+    height += 0.18 * math.ceil(len(labels) / columns)
     # Not pyplot, which keeps figures and chooses a backend for the whole process.
     with matplotlib.rc_context(fname=_STYLE):
         canvas = figure.Figure(figsize=(6.4, height), layout="constrained")
         axes = canvas.add_subplot()
         plot(axes)
+        if labels:
+            canvas.legend(loc="outside lower center", ncols=columns)
         axes.set_title(title)
         file = io.StringIO()
         canvas.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
@@ -84,10 +92,9 @@ def draw_curves(
         if min(values) > 0 and max(values) > _FAR_APART * statistics.median(values):
             _by_logarithm(axes, "y")
         axes.set_xlabel(over)
-        if sum(map(len, parts.values())) > 1:
-            axes.legend(ncols=2 if held_out and len(labels) > 1 else 1)
 
-    return _draw(title, plot)
+    lines = [f"{label}{suffix}" for suffix, part in parts.items() for label in part]
+    return _draw(title, plot, labels=lines if len(lines) > 1 else ())
 
 
 def _by_logarithm(axes, name: str, unit: Callable[[float], str] = format_number, **about_zero: float) -> None:
@@ -115,27 +122,35 @@ def draw_shares(title: str, shares: Mapping[str, Mapping[str, float]]) -> Figure
         axes.set_xlim(0, 100)
         axes.tick_params(axis="y", length=0)
         axes.set_xlabel("% of the time")
-        axes.figure.legend(loc="outside lower center", ncols=6)
 
-    return _draw(title, plot, height=1.4 + 0.25 * len(shares))
+    return _draw(title, plot, 1.0 + 0.25 * len(shares), parts)
 
 
-def draw_step_times(step_times: Mapping[str, Counter[int]]) -> Figure:
-    """Draw how many steps took how long, by phase and class of time, that of whole steps first."""
+def draw_mean_step(seconds: Mapping[str, float]) -> Figure:
+    """Draw a bar for what each phase takes of a step, with its time."""
 
     def plot(axes) -> None:
-        for (phase, classes), colour in zip(step_times.items(), [_INK, *_COLOURS], strict=False):
-            first, last = min(classes), max(classes)
-            edges = [10 ** (number / CLASSES_PER_DECADE) for number in range(first, last + 2)]
-            counts = [classes[number] for number in range(first, last + 1)]
-            label, width = ("whole step", 2) if phase == "total" else (phase, 1.2)
-            axes.stairs(counts, edges, color=colour, linewidth=width, fill=False, label=label)
+        bars = axes.barh(list(seconds), list(seconds.values()), color=_COLOURS[0], height=0.6)
+        axes.bar_label(bars, list(map(format_seconds, seconds.values())), padding=3)
+        axes.margins(x=0.12)
+        axes.invert_yaxis()
+        axes.tick_params(axis="y", length=0)
+        axes.xaxis.set_major_formatter(lambda value, _: format_seconds(value))
+
+    return _draw("Mean time of a step by phase", plot, 0.6 + 0.2 * len(seconds))
+
+
+def draw_step_times(classes: Counter[int]) -> Figure:
+    """Draw how many steps took how long, by class of time."""
+
+    def plot(axes) -> None:
+        first, last = min(classes), max(classes)
+        edges = [10 ** (number / CLASSES_PER_DECADE) for number in range(first, last + 2)]
+        axes.stairs([classes[number] for number in range(first, last + 1)], edges, color=_COLOURS[0], fill=True)
         _by_logarithm(axes, "x", format_seconds)
-        counts = [count for classes in step_times.values() for count in classes.values()]
-        if max(counts) > _FAR_APART * min(counts):
+        if max(classes.values()) > _FAR_APART * min(classes.values()):
             _by_logarithm(axes, "y")
             axes.set_ylim(bottom=0.5)
         axes.set_ylabel("steps")
-        axes.legend(ncols=2)
 
-    return _draw("Time of a step by phase", plot, height=3.0)
+    return _draw("Time of whole steps", plot)

@@ -8,7 +8,7 @@ from typing import Any
 from ..formatting import count, count_each, format_bytes, format_number, format_seconds, format_size, kind_of_device
 from ..hardware.prices import Price
 from ..hardware.topologies import find_chip
-from .figures import HOW_TO_DRAW, can_draw, draw_curves, draw_shares, draw_step_times
+from .figures import HOW_TO_DRAW, can_draw, draw_curves, draw_mean_step, draw_shares, draw_step_times
 from .metrics import GROUPS, MORE_NAMES, RESULTS, column
 from .parts import Report, Section, Table
 from .phases import BESIDES_STEPS, PHASES
@@ -171,19 +171,23 @@ def time_in_phases(run: Run) -> dict[str, float]:
     return {name: run.phases[name] for name in PHASES if run.phases[name] > 0}
 
 
-def time_of_step(run: Run) -> dict[str, str]:
-    """What each phase takes of a step, as the mean over all steps, also those without it: they add up to the `step`."""
+# Phases have a "step", too.
+_WHOLE_STEP = "whole step (mean)"
+
+
+def time_of_step(run: Run) -> dict[str, float]:
+    """Seconds that each phase takes of a step, as the mean over all steps, also those without it, and last their sum."""
     if not run.step_times:
         return {}
     steps = run.step_times["total"].total()
     of_step = {name: seconds / steps for name, seconds in time_in_phases(run).items() if name not in BESIDES_STEPS}
-    return {name: format_seconds(seconds) for name, seconds in {**of_step, "step": sum(of_step.values())}.items()}
+    return {**of_step, _WHOLE_STEP: sum(of_step.values())}
 
 
 def _speed(run: Run) -> Section:
     section = Section("Speed")
     phases = time_in_phases(run)
-    total = sum(phases.values())
+    total, per_step = sum(phases.values()), time_of_step(run)
     if not total:
         return section
     section.lines.append(
@@ -191,22 +195,22 @@ def _speed(run: Run) -> Section:
     )
     if can_draw():
         section.figures.append(draw_shares("Where the time went", {"": phases}))
-        if run.step_times:
-            names = ["total", *(name for name in PHASES if name in run.step_times)]
-            section.figures.append(draw_step_times({name: run.step_times[name] for name in names}))
+        if per_step:
+            section.figures += [draw_mean_step(per_step), draw_step_times(run.step_times["total"])]
         rates = {
             "tokens": points(run.logs, "tokens_per_second"),
             "with padding": points(run.logs, "padded_tokens_per_second"),
         }
         if all(rates.values()):
             section.figures.append(draw_curves("Tokens per second", rates))
-    per_step = time_of_step(run)
+    means = {name: format_seconds(seconds) for name, seconds in per_step.items()}
     rows = [
-        [name, PHASES[name], format_seconds(seconds), f"{100 * seconds / total:.1f} %", per_step.get(name, "")]
+        [name, PHASES[name], format_seconds(seconds), f"{100 * seconds / total:.1f} %", means.get(name, "")]
         for name, seconds in phases.items()
     ]
-    if per_step:
-        rows.append(["step", "all phases of steps: without " + ", ".join(BESIDES_STEPS), "", "", per_step["step"]])
+    if means:
+        without = "all phases of steps: without " + ", ".join(BESIDES_STEPS)
+        rows.append([_WHOLE_STEP, without, "", "", means[_WHOLE_STEP]])
     section.tables.append(Table(["phase", "the host", "time", "share", "mean over all steps"], rows))
     return section
 

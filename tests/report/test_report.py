@@ -58,7 +58,7 @@ def test_both_forms_say_the_same(write_run, tmp_path):
         "replayed",
     ):
         assert said in html and said in markdown
-    assert len(pictures(page)) == 6 and "<img" not in markdown
+    assert len(pictures(page)) == 7 and "<img" not in markdown
     assert not any("mathdefault" in svg for svg in pictures(page)), "ticks are numbers"
     assert not list(page.parent.glob("*.tmp"))
     # Every row of a table has as many cells as its head.
@@ -104,7 +104,7 @@ def test_preferences_are_shown(write_run, tmp_path, logs, titles, legend, column
     run = write_run(tmp_path / "run", logs=logs, held_out=held_out)
     page = make_report([run])
     html, markdown = page.read_text(), page.with_suffix(".md").read_text()
-    assert len(pictures(page)) == 6 + len(titles)
+    assert len(pictures(page)) == 7 + len(titles)
     for text in titles | legend:
         assert any(re.search(rf"<text[^>]*>{text}</text>", svg) for svg in pictures(page)), text
     assert titles <= set(re.findall(r'alt="([^"]*)"', html))
@@ -243,7 +243,7 @@ def test_steps_far_apart_are_readable(write_run, tmp_path):
             line["step_times"] = {"total": {"-40": 400_000, "61": 1}}
     (long / RECORD_NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
     labels = re.findall(r">([^<>]*)</text>", pictures(make_report([long]))[-2])
-    assert {"10 ms", "16 min 40 s", "1", "100,000", "whole step"} <= set(labels)
+    assert {"10 ms", "16 min 40 s", "1", "100,000", "steps"} <= set(labels)
     page = make_report([write_run(tmp_path / "short"), long], tmp_path)
     labels = re.findall(r">([^<>]*)</text>", pictures(page)[0])
     assert {"10", "1,000", "100,000", "optimizer step"} <= set(labels)
@@ -263,8 +263,28 @@ def test_time_by_phase(write_run, tmp_path):
     page = make_report(runs[:1])
     assert 'alt="Where the time went"' in page.read_text()
     # Means over the same steps, which can be compared and add up.
-    rows = re.findall(r"\| (\w+) \|[^|]*\|[^|]*\|[^|]*\| (\d+) ms \|", page.with_suffix(".md").read_text())
-    assert rows == [("data", "20"), ("replay", "60"), ("step", "80")]
+    rows = re.findall(r"\| ([^|\n]+) \|[^|\n]*\|[^|]*\|[^|]*\| (\d+) ms \|", page.with_suffix(".md").read_text())
+    assert rows == [("data", "20"), ("replay", "60"), ("whole step (mean)", "80")]
+    (svg,) = (svg for svg in pictures(page) if ">Mean time of a step by phase</text>" in svg)
+    labels = re.findall(r">([^<>]*)</text>", svg)
+    assert {"data", "20 ms", "replay", "60 ms", "whole step (mean)", "80 ms"} <= set(labels)
+
+
+def test_the_phase_step_is_told_from_whole_steps(write_run, tmp_path):
+    """On CUDA and CPU a phase is called `step`, too."""
+    run = write_run(tmp_path / "run", end=False)
+    last = json.loads((run / RECORD_NAME).read_text().splitlines()[-1])
+    last["phases"]["step"] = last["phases"].pop("replay")
+    RecordWriter(run, anew=False).write(**last)
+    markdown = make_report([run, run], tmp_path).with_suffix(".md").read_text()
+    assert "| step | 60 ms | 60 ms |" in markdown and "| whole step (mean) | 80 ms | 80 ms |" in markdown
+
+
+def test_a_legend_covers_no_data():
+    curves = {f"run {number}" * 9: [(step, number) for step in (1, 2)] for number in range(5)}
+    svg = draw_curves("A", curves).svg
+    texts = {text: float(y) for y, text in re.findall(r'<text [^>]* y="([\d.]+)"[^>]*>([^<>]*)</text>', svg)}
+    assert all(texts[name] > texts["optimizer step"] for name in curves)
 
 
 def test_commands_can_be_copied_from_markdown():
