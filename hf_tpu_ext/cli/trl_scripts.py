@@ -117,6 +117,7 @@ class TRLScript:
         Returns:
             `tuple`: The arguments of the script.
         """
+        import numpy as np
         import trl
 
         from .. import trainers
@@ -131,7 +132,9 @@ class TRLScript:
             raise UserError("model_name_or_path is missing. For example: --model_name_or_path Qwen/Qwen3-0.6B")
         if script_args.dataset_name is None and not dataset_args.datasets:
             raise UserError(f"dataset_name is missing. For example: --dataset_name {self.dataset}")
-        if dataset_args.streaming and dataset_args.test_split_size is not None:
+        if not dataset_args.datasets:
+            _check_mixture(script_args.dataset_name, dataset_args)
+        elif dataset_args.streaming and dataset_args.test_split_size is not None:
             raise UserError(
                 "test_split_size takes rows out of a dataset whose size is known, which that of a stream is not. Leave streaming out, or "
                 "leave test_split_size out and name a split: dataset_test_split: test"
@@ -152,6 +155,8 @@ class TRLScript:
             check_recipe(training_args)
 
         trainer_cls = trainer_cls if adapt_trainer is None else adapt_trainer(trainer_cls)
+        # TRL splits data as NumPy's generator says: after a resume, and in each process, other rows would be held out.
+        np.random.seed(training_args.seed)
         try:
             with (
                 temporarily(trl, **{self.trainer: trainer_cls}),
@@ -233,6 +238,17 @@ def take_command(own: str, argv: list[str]) -> tuple[str, str, list[str]]:
     if argv and argv[0] in SCRIPTS:
         return argv[0], f"{own} {argv[0]}", argv[1:]
     return "sft", own, argv
+
+
+def _check_mixture(dataset_name: str, dataset_args) -> None:
+    """Refuse keys that TRL reads beside `datasets` only, and ignores beside `dataset_name`."""
+    if dataset_args.test_split_size is not None:
+        raise UserError(
+            f"test_split_size has no effect beside dataset_name. In a recipe, write in its place:\ndatasets:\n  - path: {dataset_name}\n"
+            f"test_split_size: {dataset_args.test_split_size}"
+        )
+    if dataset_args.streaming:
+        raise UserError("streaming has no effect beside dataset_name. There the key is dataset_streaming: true")
 
 
 def _sees(model_args, trust_remote_code: bool) -> bool:

@@ -179,13 +179,30 @@ def test_training_command(script, tmp_path, monkeypatch, command, options, fixes
     assert_fixes(lambda **options: script(command, **options), options, *fixes)
 
 
-def test_a_part_of_a_stream(script):
-    options = dict(model_name_or_path="m", dataset_name="d", streaming=True, test_split_size=0.1)
-    assert "Leave streaming out, or leave test_split_size out" in refusal(
-        lambda **given: script("sft", **given), options
-    )
+@pytest.fixture
+def mixture(script, tmp_path):
+    """Runs TRL's script for SFT up to its first line, with a recipe's keys."""
+
+    def check(**keys):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump({"model_name_or_path": "m", **keys}))
+        script("sft", config=path)
+
+    return check
+
+
+def test_a_part_of_a_stream(mixture):
+    keys = dict(datasets=[{"path": "d"}], streaming=True, test_split_size=0.1)
+    assert "Leave streaming out, or leave test_split_size out" in refusal(mixture, keys)
     for name in ("streaming", "test_split_size"):
-        script("sft", **{key: value for key, value in options.items() if key != name})
+        mixture(**{key: value for key, value in keys.items() if key != name})
+
+
+def test_keys_of_a_mixture_beside_one_dataset(mixture):
+    message = refusal(mixture, dict(dataset_name="d", test_split_size=0.1))
+    mixture(**yaml.safe_load(message[message.index("datasets:") :]))
+    message = refusal(mixture, dict(dataset_name="d", streaming=True))
+    mixture(dataset_name="d", **yaml.safe_load(message[message.index("dataset_streaming:") :]))
 
 
 def test_a_split_that_the_dataset_does_not_have(monkeypatch, script):
