@@ -18,7 +18,7 @@ class RunFacts:
     """
     What is known about a run before its first step.
 
-    `rows` are those of one micro-batch, of all chips of this process. There are no lengths where they follow the data,
+    `rows` are those of one micro-batch, of all chips of this process; of preferences, each is a pair of sequences (`pairs`). There are no lengths where they follow the data,
     and `programs` are the graphs that the device will compile for training. `changes` are settings that were replaced or have no effect,
     `token_waste` says how much is padding and what to set against it, and `token_share` is the share of the tokens in
     batches that are not, where row lengths are known.
@@ -31,6 +31,7 @@ class RunFacts:
     changes: list[str]
     token_waste: str | None = None
     token_share: float | None = None
+    pairs: bool = False
 
 
 class RunLines(TrainerCallback):
@@ -67,7 +68,8 @@ class RunLines(TrainerCallback):
         workers, kind = chips * args.world_size, kind_of_device(self._backend.name)
         where = f" in {args.world_size} processes" * (args.world_size > 1) + f" on {hosts} hosts" * (hosts > 1)
         local, total = facts.rows // chips, facts.rows * args.world_size * accumulation
-        shape = " or ".join(f"{local} x {length}" for length in facts.lengths) or str(local)
+        rows = f"{local} pairs" if facts.pairs else str(local)
+        shape = " or ".join(f"{rows} x {length}" for length in facts.lengths) or rows
         parts = [
             f"{self._backend.name} ({self._backend.device_name}): {self._backend.reason}",
             count(workers, kind) + where,
@@ -77,7 +79,7 @@ class RunLines(TrainerCallback):
             f"{count(workers, kind)})",
         ]
         if facts.lengths:
-            tokens = total * max(facts.lengths)
+            tokens = total * (1 + facts.pairs) * max(facts.lengths)
             parts.append(
                 f"{'up to ' * (len(facts.lengths) > 1)}{tokens:,} tokens per optimizer step, padding included"
             )

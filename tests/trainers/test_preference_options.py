@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import forked
 import pytest
 from preference import STEPS, Case, assert_compiled, assert_same_numbers, rows_for, train, trainer_for
 from refusals import refused
+from transformers import TrainerCallback
 from trl import DPOConfig, KTOConfig, RewardConfig
 from trl.trainer.base_config import _BaseConfig
 
@@ -221,6 +223,28 @@ def test_the_loss_beside_metrics_of_predictions_counts_pairs(xla, models, kind):
         trainer.compute_metrics = lambda predictions: {}
         losses.append(trainer.evaluate(data)["eval_loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+class Logs(TrainerCallback):
+    def __init__(self):
+        self.seen = []
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        self.seen.append(dict(logs))
+
+
+@pytest.mark.parametrize("kind", [pytest.param("dpo", marks=pytest.mark.slow), "reward", "kto"])
+def test_the_line_at_the_start_counts_both_sequences_of_a_pair(xla, models, kind, capsys):
+    trainer, logs = trainer_for(Case(kind, {"gradient_accumulation_steps": 2}, steps=2), models, ours=True), Logs()
+    trainer.add_callback(logs)
+    trainer.train()
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Training on"))
+    (tokens,) = re.findall(r"([\d,]+) tokens per optimizer step", line)
+    lengths = [int(length) for length in re.findall(r"4 pairs x (\d+)" if kind != "kto" else r"4 x (\d+)", line)]
+    rows = int(tokens.replace(",", "")) // max(lengths)
+    assert rows == 2 * 4 * (1 if kind == "kto" else 2)
+    computed = logs.seen[0]["padded_tokens_per_second"] * logs.seen[0]["step_time"]
+    assert round(computed) in [rows * length for length in lengths]
 
 
 @pytest.mark.slow

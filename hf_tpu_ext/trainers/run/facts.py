@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from platform import python_version
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
@@ -69,10 +69,14 @@ class RunFactsMixin:
         lines += compiled.changes
         lines += self._few_rows()
         facts = RunFacts(precision, self._train_batch_size, [], None, lines)
+        rows = self.train_dataset
+        # Those of a stream may not be known.
+        columns = (rows.column_names or []) if isinstance(rows, (Dataset, IterableDataset)) else []
+        facts.pairs = any(name.startswith("rejected") for name in columns)
         if backend.static_shapes and self.lengths:
             facts.lengths = self.step_lengths
             # Other columns hold several sequences of an example, as a pair does.
-            if self._train_lengths is not None and "input_ids" in self.train_dataset.column_names:
+            if self._train_lengths is not None and "input_ids" in columns:
                 waste = TokenWaste(
                     self._train_lengths,
                     self.lengths,
