@@ -75,7 +75,7 @@ class TokenWaste:
         if not self.packing and self.pad_share >= _ADVICE_FROM:
             for option, share in self.estimates().items():
                 if share <= least - _WORTHWHILE:
-                    advice, least = f" Set {option} (estimated {share:.0%}).", share
+                    advice, least = f" Set {option} (estimated {share:.0%}; each length is a graph to compile).", share
         return f"{text}.{advice}"
 
     def describe_unused(self, buckets: Sequence[int]) -> str | None:
