@@ -74,7 +74,9 @@ def check_libtpu(
     """
     if not has_tpu:
         return Check(
-            "libtpu", "none", f"{find_version('libtpu') or 'not installed'}; for a TPU, and to compile what hf-tpu plan asks"
+            "libtpu",
+            "none",
+            f"{find_version('libtpu') or 'not installed'}; for a TPU, and to compile what hf-tpu plan asks",
         )
     for variable in _LIBTPU_VARIABLES:
         if path := os.environ.get(variable):

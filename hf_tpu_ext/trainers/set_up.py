@@ -27,7 +27,7 @@ from ..step.optimizer import LazyAdamW, check_optimizer, follow_placed, place_lo
 from ..step.running_code import is_known
 from ..temporarily import temporarily
 from .checks.adaptations import ADAMW_NAMES, FULL_STATE_NAMES
-from .checks.adapters import check_adapter, check_modules_of_adapter
+from .checks.adapters import absent_modules_of_adapter, check_adapter
 from .checks.answers import Place
 from .checks.device import bind_device
 from .checks.fields import adapt
@@ -139,7 +139,7 @@ class SetUpMixin:
         self._models_on_device: WeakSet[nn.Module] = WeakSet()
         self._follows_optimizer = arguments.arguments.get("optimizers", (None,))[0] is not None
         super().__init__(**arguments.arguments)
-        check_modules_of_adapter(self.model)
+        self.compiled.changes += absent_modules_of_adapter(self.model)
         self.agreement.take_random_state()
         self._arrange_metrics()
         if self.backend.traces_steps:

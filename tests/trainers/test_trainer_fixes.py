@@ -1,7 +1,6 @@
 """What a trainer refuses is accepted once data, settings or files are changed as the message says."""
 
 import json
-import logging
 import re
 import shlex
 import shutil
@@ -20,12 +19,12 @@ from rollouts import trainer_for as rollout_trainer_for
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl import GRPOConfig
 
-from hf_tpu_ext import TPUDPOConfig, TPUDPOTrainer, TPUSFTConfig
+from hf_tpu_ext import TPUDPOConfig, TPUDPOTrainer, TPUSFTConfig, TPUSFTTrainer
 from hf_tpu_ext.errors import UserError
 from hf_tpu_ext.quantization.trained_for import QUANTIZATION_FILE, TrainedFor
 from hf_tpu_ext.trainers.checkpoint.base_record import BASE_FILE, find_differences
 from hf_tpu_ext.trainers.checkpoint.lookup import find_checkpoint
-from hf_tpu_ext.trainers.checks.adapters import check_adapter, check_modules_of_adapter
+from hf_tpu_ext.trainers.checks.adapters import absent_modules_of_adapter, check_adapter
 from hf_tpu_ext.trainers.checks.answers import Place
 from hf_tpu_ext.trainers.checks.datasets import check_columns_are_text, check_dataset
 from hf_tpu_ext.trainers.checks.fields import adapt
@@ -140,19 +139,25 @@ def test_adapters_of_sparse_tensors(tiny_model, wrapped):
     check_adapter({"model": model, "peft_config": LoraConfig(target_modules=["q_proj"])})
 
 
-def test_modules_that_an_adapter_names_and_a_model_lacks(tiny_model, caplog):
+def test_modules_that_an_adapter_names_and_a_model_lacks(tiny_model):
     """PEFT trains without them, and says nothing."""
-    logging.getLogger("hf_tpu_ext").propagate = True
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     config = LoraConfig(target_modules=["q_proj", "v_prjo"], modules_to_save=["lm_haed"])
-    check_modules_of_adapter(get_peft_model(model, config))
-    assert "target_modules of the adapter names 'v_prjo'" in caplog.text and "Did you mean 'v_proj'?" in caplog.text
-    assert "modules_to_save of the adapter names 'lm_haed'" in caplog.text and "Did you mean 'lm_head'?" in caplog.text
-    caplog.clear()
+    of_target, of_saved = absent_modules_of_adapter(get_peft_model(model, config))
+    assert "target_modules of the adapter names 'v_prjo'" in of_target and "Did you mean 'v_proj'?" in of_target
+    assert "modules_to_save of the adapter names 'lm_haed'" in of_saved and "Did you mean 'lm_head'?" in of_saved
     model = AutoModelForSequenceClassification.from_pretrained(tiny_model)
     config = LoraConfig(task_type="SEQ_CLS", target_modules=["self_attn.q_proj"])
-    check_modules_of_adapter(get_peft_model(model, config))
-    assert "of the adapter" not in caplog.text
+    assert list(absent_modules_of_adapter(get_peft_model(model, config))) == []
+
+
+def test_the_start_of_a_run_names_a_module_that_the_model_lacks(tiny_model, tmp_path, capsys):
+    args = TPUSFTConfig(str(tmp_path), report_to="none", use_cpu=True, max_steps=1, save_strategy="no")
+    peft_config = LoraConfig(target_modules=["q_proj", "v_prjo"])
+    TPUSFTTrainer(
+        str(tiny_model), args, train_dataset=Dataset.from_list([{"text": "a b c"}] * 2), peft_config=peft_config
+    ).train()
+    assert "\n  target_modules of the adapter names 'v_prjo'" in capsys.readouterr().out
 
 
 def test_name_of_a_reference_model(tiny_model):

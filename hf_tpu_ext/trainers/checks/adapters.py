@@ -1,17 +1,14 @@
 """Checks of the adapter that a trainer trains."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from peft import PeftModel, ShiraConfig
 from torch import nn
-from transformers.utils import logging
 
 from ...errors import UserError
 
-
-logger = logging.get_logger(__name__)
 
 # For a task with labels PEFT adds all names that heads have in upstream's models.
 _HEADS = ("classifier", "score", "qa_outputs")
@@ -28,8 +25,8 @@ def check_adapter(trainer_kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def check_modules_of_adapter(model: nn.Module) -> None:
-    """Warn of modules that an adapter's settings name and the model does not have. PEFT leaves them out without a word, if it finds one."""
+def absent_modules_of_adapter(model: nn.Module) -> Iterator[str]:
+    """Lines on modules that an adapter's settings name and the model does not have: PEFT leaves them out without a word, if it finds one."""
     if not isinstance(model, PeftModel):
         return
     modules = [name for name, _ in model.named_modules()]
@@ -41,4 +38,4 @@ def check_modules_of_adapter(model: nn.Module) -> None:
                     continue
                 close = difflib.get_close_matches(name, {module.rpartition(".")[2] for module in modules}, n=1)
                 hint = f" Did you mean {close[0]!r}?" if close else ""
-                logger.warning(f"{setting} of the adapter names {name!r}, and the model has no such module.{hint}")
+                yield f"{setting} of the adapter names {name!r}, and the model has no such module.{hint}"
