@@ -19,7 +19,7 @@ from rollouts import trainer_for as rollout_trainer_for
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl import GRPOConfig
 
-from hf_tpu_ext import TPUDPOConfig, TPUDPOTrainer, TPUSFTConfig, TPUSFTTrainer
+from hf_tpu_ext import TPUDPOConfig, TPUDPOTrainer, TPUSFTConfig
 from hf_tpu_ext.errors import UserError
 from hf_tpu_ext.quantization.trained_for import QUANTIZATION_FILE, TrainedFor
 from hf_tpu_ext.trainers.checkpoint.base_record import BASE_FILE, find_differences
@@ -151,12 +151,8 @@ def test_modules_that_an_adapter_names_and_a_model_lacks(tiny_model):
     assert list(absent_modules_of_adapter(get_peft_model(model, config))) == []
 
 
-def test_the_start_of_a_run_names_a_module_that_the_model_lacks(tiny_model, tmp_path, capsys):
-    args = TPUSFTConfig(str(tmp_path), report_to="none", use_cpu=True, max_steps=1, save_strategy="no")
-    peft_config = LoraConfig(target_modules=["q_proj", "v_prjo"])
-    TPUSFTTrainer(
-        str(tiny_model), args, train_dataset=Dataset.from_list([{"text": "a b c"}] * 2), peft_config=peft_config
-    ).train()
+def test_the_start_of_a_run_names_a_module_that_the_model_lacks(runs, capsys):
+    runs.ours(lora={"target_modules": ["q_proj", "v_prjo"]}, max_steps=1)
     assert "\n  target_modules of the adapter names 'v_prjo'" in capsys.readouterr().out
 
 
