@@ -1,5 +1,6 @@
 """Which of the logged numbers a report shows, and which of them are one picture."""
 
+import re
 from dataclasses import dataclass
 
 
@@ -37,6 +38,11 @@ GROUPS = (
 )
 #: What tables have beside the numbers of the groups.
 MORE_NAMES = ("mean_token_accuracy", "kd_loss")
+#: Logged numbers that reports say elsewhere, or that are no results. All others have a section of their own.
+ELSEWHERE = re.compile(
+    r"(eval_)?(step|at|epoch|num_tokens|num_input_tokens_seen|step_time|mfu|peak_memory_gb|phase/.*)|train_loss|total_flos"
+    r"|(.*_)?(runtime|(samples|steps|tokens)_per_second|jit_compilation_time|model_preparation_time)"
+)
 #: What runs are judged by, with the names that it is logged under.
 RESULTS = {
     "loss": ("loss",),

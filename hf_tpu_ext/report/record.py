@@ -86,8 +86,8 @@ class Run:
         name (`str`): Its directory, for people.
         sessions (`list[Session]`): The calls of `train`, in order.
         logs (`list[dict[str, float]]`):
-            What was logged at training steps, with `step`, and with `at`, the seconds of training before it. Steps that were
-            repeated after a resume are there once.
+            What was logged of training and by callbacks, all of a step together, with `step`, and with `at`, the seconds of
+            training before it. Steps that were repeated after a resume are there once.
         evaluations (`list[dict[str, float]]`): What was logged of evaluations.
         programs (`list[dict[str, Any]]`):
             Programs that were compiled or loaded, with `at`, the seconds of training before they were there.
@@ -126,8 +126,8 @@ class Run:
         The median of what was logged under a name; `None` where nothing was. The first log has the steps that are
         traced in it, and counts only where it is the only one.
         """
-        values = [value for _, value in points(self.logs[1:] or self.logs, key)]
-        return statistics.median(values) if values else None
+        values = [value for _, value in points(self.logs, key)]
+        return statistics.median(values[1:] or values) if values else None
 
     def values_of(self, keys: Sequence[str]) -> list[tuple[float, float]]:
         """[`points`] of what trainings or evaluations have logged under one of several names."""
@@ -243,9 +243,12 @@ def _add(run: Run, entry: dict[str, Any]) -> None:
     match entry["event"]:
         case "log":
             log = {"step": entry["step"], "at": at, **entry["logs"]}
-            if "loss" in log:
+            if not any(name.startswith("eval_") for name in entry["logs"]):
+                # Callbacks may have logged at this step, too.
+                if run.logs and run.logs[-1]["step"] == entry["step"]:
+                    log |= {**run.logs.pop(), **entry["logs"]}
                 run.logs.append(log)
-            elif "train_loss" not in log:
+            else:
                 # A checkpoint's evaluation that a resumed run has made once more.
                 others = (one for one in run.evaluations if one["step"] != log["step"] or one.keys() != log.keys())
                 run.evaluations = [*others, log]

@@ -9,10 +9,14 @@ from ..formatting import count, count_each, format_bytes, format_number, format_
 from ..hardware.prices import Price
 from ..hardware.topologies import find_chip
 from .figures import HOW_TO_DRAW, can_draw, draw_curves, draw_mean_step, draw_shares, draw_step_times
-from .metrics import GROUPS, MORE_NAMES, RESULTS, column
+from .metrics import ELSEWHERE, GROUPS, MORE_NAMES, RESULTS, column
 from .parts import Report, Section, Table
 from .phases import BESIDES_STEPS, PHASES
 from .record import Run, Session, points
+
+
+# Of what was logged, what the section on training shows.
+_NAMES = [*(name for group in GROUPS for name in group.labels), *MORE_NAMES]
 
 
 def describe_run(run: Run, prices: Mapping[str, Price], plan_section: Section | None = None) -> Report:
@@ -20,6 +24,7 @@ def describe_run(run: Run, prices: Mapping[str, Price], plan_section: Section | 
     sections = [
         _curves(run),
         _samples(run),
+        _other_metrics(run),
         _speed(run),
         _programs(run),
         _tokens(run),
@@ -92,7 +97,7 @@ def notes_on(run: Run) -> list[str]:
             notes.append(
                 f"The run was {was_ended}, and resumed after step {first:,}: the steps between were run again."
             )
-    bad = sum(not math.isfinite(log["loss"]) for log in run.logs)
+    bad = sum(not math.isfinite(log.get("loss", 0.0)) for log in run.logs)
     if bad:
         notes.append(f"The loss was not finite in {count(bad, 'log')}.")
     if run.unreadable:
@@ -130,7 +135,6 @@ def _parts(run: Run) -> Section:
 
 def _curves(run: Run) -> Section:
     section = Section("Training")
-    names = [*(name for group in GROUPS for name in group.labels), *MORE_NAMES]
     if can_draw():
         for group in GROUPS:
             training, held_out = (
@@ -139,17 +143,40 @@ def _curves(run: Run) -> Section:
             )
             if training or held_out:
                 section.figures.append(draw_curves(group.title, training, held_out))
-    some = {log["step"]: log for log in [*run.logs[:: max(1, len(run.logs) // 10)], *run.logs[-1:]]}
-    for title, logs, prefix in (
-        ("Some of the logs", list(some.values()), ""),
-        ("Evaluations", run.evaluations, "eval_"),
-    ):
-        if logs:
-            columns = [name for name in names if any(prefix + name in log for log in logs)]
+    for title, logs, prefix in (("Some of the logs", run.logs, ""), ("Evaluations", run.evaluations, "eval_")):
+        # Others are of callbacks.
+        if logs := [log for log in logs if prefix + "loss" in log]:
+            if not prefix:
+                logs = [*logs[: -1 : max(1, len(logs) // 10)], logs[-1]]
+            columns = [name for name in _NAMES if any(prefix + name in log for log in logs)]
             rows = [[_cell(log.get(key)) for key in ("step", *(prefix + name for name in columns))] for log in logs]
             section.tables.append(Table(["step", *map(column, columns)], rows, title))
     if not section.tables:
         section.lines.append("Nothing was logged: the run is shorter than logging_steps.")
+    return section
+
+
+def _other_metrics(run: Run) -> Section:
+    """What no other section shows of the logs: what callbacks and `compute_metrics` add, and more of upstream's."""
+    section = Section("Other metrics")
+    logs = sorted([*run.logs, *run.evaluations], key=lambda log: log["step"])
+    shown = {prefix + name for prefix in ("", "eval_") for name in _NAMES}
+    last = {
+        name: [name, _cell(log["step"]), _cell(value)]
+        for log in logs
+        for name, value in log.items()
+        if name not in shown and not ELSEWHERE.fullmatch(name)
+    }
+    if last:
+        section.tables.append(Table(["metric", "step", "last value"], list(last.values())))
+    if can_draw():
+        for name in dict.fromkeys(name.removeprefix("eval_") for name in last):
+            training, held_out = (
+                {name: values} if len(values := points(logs, prefix + name)) > 1 else {} for prefix in ("", "eval_")
+            )
+            # One point is in the table.
+            if training or held_out:
+                section.figures.append(draw_curves(name if training else f"eval_{name}", training, held_out))
     return section
 
 

@@ -121,6 +121,48 @@ def test_preferences_are_shown(write_run, tmp_path, logs, titles, legend, column
         assert f"| {name} | {value} |  |" in page.with_suffix(".md").read_text()
 
 
+def add_logs(run, *logs):
+    """Write more logs, as callbacks do, each with its step."""
+    last = json.loads((run / RECORD_NAME).read_text().splitlines()[-1])
+    for step, values in logs:
+        RecordWriter(run, anew=False).write(**{**last, "event": "log", "step": step, "logs": values})
+
+
+def test_metrics_of_ones_own_are_shown(write_run, tmp_path):
+    """Those that a callback logs by itself, also beside a log of training, and those that it adds to logs."""
+    run = write_run(tmp_path / "run", logs={"added": 0.25}, held_out={"eval_f1": 0.5, "eval_samples_per_second": 9.0})
+    add_logs(run, (3, {"my_metric": 7.0}), (40, {"my_metric": 5.0, "said": "so"}), (42, {"bleu": 12.5}))
+    page = make_report([run])
+    markdown = page.with_suffix(".md").read_text()
+    own = "".join(markdown.partition("## Other metrics\n\n")[2].partition("\n\n")[0])
+    assert own.splitlines()[2:] == [
+        "| my_metric | 40 | 5 |",
+        "| added | 40 | 0.25 |",
+        "| said | 40 | so |",
+        "| eval_f1 | 40 | 0.5 |",
+        "| bleu | 42 | 12.5 |",
+    ]
+    for curve in (
+        {"my_metric": [(3, 7.0), (40, 5.0)]},
+        {"added": [(step, 0.25) for step in range(5, 41, 5)]},
+    ):
+        assert draw_curves(*curve, curve).svg in pictures(page)
+    assert len(pictures(page)) == 7 + 2, "one value is no curve"
+    # What is known of training is as it was.
+    assert "| 40 | 1 | 2.439e-05 | 1 |" in markdown and "| 3 |" not in markdown and "| 42 |  |" not in markdown
+    assert "| loss | 2.75 → 1 (steps 5 → 40) |" in markdown and "| 40 | 2 |\n" in markdown
+
+
+def test_a_metric_that_some_logs_do_not_have(write_run, tmp_path):
+    run = write_run(tmp_path / "run", steps=10, end=False, logs={"rewards/chosen": 0.5})
+    more = dict(loss=1.0, learning_rate=1e-3, grad_norm=1.0)
+    add_logs(run, (15, more), (20, {**more, "rewards/chosen": float("nan")}), (25, {**more, "rewards/chosen": 0.75}))
+    page = make_report([run])
+    assert draw_curves("Rewards", {"chosen": [(5, 0.5), (10, 0.5), (25, 0.75)]}).svg in pictures(page)
+    markdown = page.with_suffix(".md").read_text()
+    assert "| 15 | 1 |  | 0.001 | 1 |" in markdown and "| 20 | 1 | nan | 0.001 | 1 |" in markdown
+
+
 def test_what_a_person_typed_stays_text(write_run, tmp_path):
     typed = "<script>alert(1)</script> | `a` \n# & $x_{$"
     run = write_run(

@@ -40,7 +40,8 @@ def test_a_run_leaves_its_report(runs, capsys):
     assert trainer.args.hub_token == trainer.args.model_init_kwargs["token"] == "hf_secret"
     run = read_run(runs.output_dir)
     assert run.steps == 6 and run.unreadable == 0 and run.sessions[0].end["counters"]["compiles"] > 0
-    for entry, logged in zip(run.logs, (log for log in trainer.state.log_history if "loss" in log), strict=True):
+    logs, history = ([log for log in logs if "loss" in log] for logs in (run.logs, trainer.state.log_history))
+    for entry, logged in zip(logs, history, strict=True):
         assert {key: entry[key] for key in logged} == logged
     assert [entry["step"] for entry in run.evaluations] == [3, 6]
     assert [(one["kind"], tuple(one["shape"])) for one in run.programs if one["shape"]] == list(trainer.watch.programs)
