@@ -8,7 +8,7 @@ from ..formatting import format_bytes
 from ..generation.generator import DECODE, PREFILL
 from ..hardware.topologies import Topology
 from ..step.train_step import MICRO_STEP, OF_EVALUATION, OPTIMIZER_STEP
-from ..trainers.run.evaluation_steps import EVALUATION_STEP, PREDICTION_STEP
+from ..trainers.run.evaluation import EVALUATION_STEP, PREDICTION_STEP
 from .programs import TracedProgram, find_state
 from .result import Plan
 from .trace import Run

@@ -39,7 +39,6 @@ from .run.chips import Chips
 from .run.compiled_layers import CompiledLayers
 from .run.eager_steps import EagerSteps, check_split
 from .run.ema import Averaging
-from .run.evaluation_steps import EvaluationSteps
 from .run.frozen_weights import ShortFrozenWeights
 from .run.hosts import HostAgreement, check_same_settings
 from .run.layers import LayerScan
@@ -240,8 +239,6 @@ class SetUpMixin:
                 check_optimizer(self.optimizer, self.model)
                 self._save_from_host(self.optimizer)
             self.backend.set_rng_state(self.args.seed)
-        #: Runs each batch of an evaluation.
-        self.evaluations = EvaluationSteps(self)
         callbacks = self.callback_handler.callbacks
         # After upstream's own, which says whether a step is logged, and before all that may evaluate.
         assert isinstance(callbacks[0], DefaultFlowCallback)

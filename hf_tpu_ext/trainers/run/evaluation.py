@@ -5,24 +5,31 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, has_length
 
+from ...backends.compiled_function import CompiledFunction
 from ...data import as_collated, count_rows
+from ...layers.random_numbers import RandomNumbers
 from ...step.metrics import DeviceSums
 from ...step.running_code import is_known
-from .evaluation_steps import EVALUATION_STEP, PREDICTION_STEP
+from ...temporarily import temporarily
 from .predicted_columns import find_added, without_added
 from .predicted_text import write_predictions
+from .programs import SentBatch
 from .text import TextGeneration
-from .user_code import computes_loss_by_itself, owner_of
+from .user_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, computes_loss_by_itself, owner_of
 
 
+#: What the watch calls the program of a batch whose loss is added up, and of one whose predictions are kept.
+EVALUATION_STEP, PREDICTION_STEP = "evaluation step", "prediction step"
 #: Predictions and batches that are held back until they are read together take no more than this.
 MOST_BYTES_HELD = 256 * 2**20
 
@@ -43,6 +50,79 @@ class CompiledEvaluation:
     predicted_text: TextGeneration | None = None
     #: What cuts predictions down on the device, while they are made.
     _preprocess_on_device: Callable | None = None
+    #: Computes the batches of evaluations, which share their programs until training begins or ends.
+    compiled_batches: CompiledFunction | None = None
+    #: Numbers the batches of the evaluation under way, each of which draws other random numbers.
+    _batch_numbers: Iterator[int] | None = None
+    #: What its losses are added to.
+    _loss_sums: DeviceSums | None = None
+    #: What makes the results of the batch under way, and the numbers that it has on the device besides its own.
+    _trace_batch: Callable | None = None
+    numbers_of_batch: dict[str, torch.Tensor] | None = None
+
+    # ---- A batch, as a program ----
+
+    @contextmanager
+    def _evaluation_under_way(self, sums: DeviceSums | None = None) -> Iterator[None]:
+        """Context of an evaluation, whose losses are added to `sums`, or whose predictions are kept."""
+        if self.compiled_batches is not None and self.compiled_batches.why_traced is not None:
+            # What stood in its way may be gone.
+            self.compiled_batches = None
+        with temporarily(self, _batch_numbers=count(1), _loss_sums=sums):
+            yield
+
+    def _compute_batch(self, kind: str, inputs: dict[str, Any], trace: Callable, **data: Any) -> Any:
+        """
+        Compute what `trace(inputs, **data)` makes of a batch. In `data` are numbers on the host, which are sent, and other values,
+        which are part of the program.
+        """
+        what = "evaluation" if kind == EVALUATION_STEP else "prediction"
+        end = partial(self.end_program, kind, f"{what} after step {self.state.global_step}")
+        if self._batch_numbers is None:
+            # A user may also call upstream's `prediction_step`, with the model as it is.
+            result = trace(inputs, **self.backend.send(data))
+            end()
+            return result
+        if self.compiled_batches is None:
+            self.compiled_batches = self._compile_batches()
+        self._trace_batch = trace
+        with self.copies.not_made():
+            data["seed"] = self.seeds.beside(next(self._batch_numbers))
+            device_data = {**self.send_batch(inputs, data), "of_evaluation": self.data_of_evaluation()}
+            return self.compiled_batches(device_data, end, kind=kind)
+
+    def _run_batch(self, data: dict[str, dict[Any, Any]], kind: str) -> Any:
+        """What is compiled."""
+        numbers = dict(data["numbers"])
+        with RandomNumbers(numbers.pop("seed")), temporarily(self, numbers_of_batch=data["of_evaluation"]):
+            return self._trace_batch(SentBatch(data["batch"]), **numbers)
+
+    def _compile_batches(self) -> CompiledFunction:
+        models = [self.model, *self.other_models()]
+        compiled = self.programs.compile(
+            self._run_batch,
+            models,
+            METHODS_OF_A_PREDICTION,
+            state=lambda: [
+                *({} if self._loss_sums is None else self._loss_sums.tensors).values(),
+                *self.metric_tensors["eval"].values(),
+            ],
+            why_not=partial(self._why_batches_are_traced, models),
+            settings=lambda: {
+                "preprocess_logits_for_metrics": self._preprocess_on_device,
+                "how the trainer computes": self.settings_of_programs(),
+            },
+        )
+        if compiled.why_traced is not None and self.programs.step_replay is not False:
+            self.programs.warn_traced(compiled.why_traced, training=False)
+        return compiled
+
+    def _why_batches_are_traced(self, models: list[nn.Module]) -> str | None:
+        if self._preprocess_on_device is not None and self.programs.step_replay is not True:
+            return "preprocess_logits_for_metrics is user code; step_replay=True if it does the same at every step"
+        return self.programs.why_traced(models, METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP)
+
+    # ---- Predictions ----
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **kwargs):
         if not self.backend.metrics_on_device or prediction_loss_only:
@@ -64,9 +144,8 @@ class CompiledEvaluation:
         What upstream predicts of a batch, on the device; how often its loss counts, its rows, the rows that were computed, and
         columns that were added.
         """
-        result = self.evaluations.run(
-            PREDICTION_STEP, inputs, partial(self._trace_prediction, model, **kwargs), ignore_keys=ignore_keys
-        )
+        trace = partial(self._trace_prediction, model, **kwargs)
+        result = self._compute_batch(PREDICTION_STEP, inputs, trace, ignore_keys=ignore_keys)
         computed_rows, added_columns = count_rows(self.batch_under_way), find_added(inputs, self.batch_under_way)
         if self.predicted_text is not None:
             token_ids = write_predictions(self.predicted_text, inputs, self.args)
@@ -133,12 +212,12 @@ class CompiledEvaluation:
         sums = DeviceSums(self.backend, floats=("loss", "rows"), integers=("losses",))
         num_samples = 0
         add_loss = partial(self._add_loss, model, sums)
-        with self.evaluations.under_way(model, sums):
+        with self._evaluation_under_way(sums):
             for inputs in dataloader:
                 num_samples += find_batch_size(inputs) or 0
                 # It is sent as data, for the last batch to be the same program.
                 weight = torch.tensor(float(self._times_counted(inputs)))
-                self.evaluations.run(EVALUATION_STEP, inputs, add_loss, weight=weight)
+                self._compute_batch(EVALUATION_STEP, inputs, add_loss, weight=weight)
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         self.gather_function = self.accelerator.gather_for_metrics
         host_sums = self.backend.fetch({"loss": sums.tensors, "metrics": self.logged_metrics("eval")})
@@ -192,7 +271,7 @@ class CompiledEvaluation:
             self._made_ahead = deque()
             _, _, ignore_keys, _ = arguments
             model = self._wrap_model(self.model, training=False)
-            replaying = self.evaluations.under_way(model, preprocess=self._preprocess_on_device)
+            replaying = self._evaluation_under_way()
             predict = partial(self._predict, model, ignore_keys=ignore_keys)
             # Metrics of each batch ask the dataloader whether it is the last one.
             several = self.backend.processes.own_rows

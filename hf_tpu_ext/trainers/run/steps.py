@@ -86,8 +86,8 @@ class StepsMixin:
         return None
 
     def data_of_evaluation(self) -> dict[str, torch.Tensor]:
-        if self.evaluations.data is not None:
-            return self.evaluations.data
+        if self.numbers_of_batch is not None:
+            return self.numbers_of_batch
         # SFT divides the load-balancing loss by the number of the step before, which there may not have been.
         steps = self.balances_experts and "current_gradient_accumulation_steps" in vars(self)
         return self.backend.send(self.step_data()) if steps else {}

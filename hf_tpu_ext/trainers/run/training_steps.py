@@ -43,7 +43,7 @@ class TrainingSteps(TrainerCallback):
 
     def __init__(self, trainer):
         self._trainer, self._backend, self._programs = trainer, trainer.backend, trainer.programs
-        self._evaluations, self._layers, self._averaging = trainer.evaluations, trainer.layers, trainer.averaging
+        self._layers, self._averaging = trainer.layers, trainer.averaging
         self._chips, self._copies, self._callbacks = trainer.chips, trainer.copies, trainer.callback_handler
         #: The model of the run.
         self._model: nn.Module | None = None
@@ -106,7 +106,6 @@ class TrainingSteps(TrainerCallback):
             self._begin_run()
 
     def _begin_run(self) -> None:
-        self._evaluations.forget()
         self._note_user_code(self._find_user_code())
         if isinstance(self._optimizer, LazyAdamW):
             self._optimizer.create_state()
@@ -130,7 +129,6 @@ class TrainingSteps(TrainerCallback):
         """Leave the model as it was before the run. Callbacks are not told of the end of one that fails."""
         self._under_way = self.compiled = self.grad_norm = self._forward_backward = None
         self._compiled_layers.end()
-        self._evaluations.forget()
         if self.gradients is not None:
             for parameter in self._model.parameters():
                 parameter.grad = None
