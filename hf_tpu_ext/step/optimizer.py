@@ -39,7 +39,12 @@ class LazyAdamW(torch.optim.AdamW):
         self.is_done = False
         #: The states of the parameters that were updated last.
         self.updated_states: Sequence[dict[str, torch.Tensor]] = ()
-        # The row among those of a group in the numbers of the next update, by the identity of a parameter's state.
+        #: What the program of the next update depends on besides tensors. Not left to what compares attributes, to which groups
+        #: change at each step: their learning rates are data.
+        self.program_key: Hashable = None
+        # The numbers of steps that parameters have taken, a row each among those of a group in the numbers of the next update; and the
+        # row by the identity of a parameter's state.
+        self._by_count: list[float] = []
         self._row_of: dict[int, int] = {}
         # The parameters for which there was state when it was looked at last, and for how many.
         self._complete: tuple[list[int], int] = [], 0
@@ -78,20 +83,34 @@ class LazyAdamW(torch.optim.AdamW):
         return own
 
     def create_state(self) -> None:
-        """Create the moments and step counters that are missing, so that the first step is like every other."""
+        """
+        Create the moments and step counters that are missing, so that the first step is like every other, and note what the program
+        of the next one depends on. Somebody may have cleared or replaced the state.
+        """
         parameters = self._parameters()
         ids = list(map(id, parameters))
-        if (ids, len(self.state)) == self._complete and all(self.state.values()):
-            return
-        for parameter in parameters:
-            if not self.state[parameter]:
-                self.state[parameter] = {
-                    # On the CPU, as `torch.optim.AdamW` keeps it: counting there costs no device work.
-                    "step": torch.zeros((), dtype=torch.float32),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-        self._complete = ids, len(self.state)
+        if (ids, len(self.state)) != self._complete or not all(self.state.values()):
+            for parameter in parameters:
+                if not self.state[parameter]:
+                    self.state[parameter] = {
+                        # On the CPU, as `torch.optim.AdamW` keeps it: counting there costs no device work.
+                        "step": torch.zeros((), dtype=torch.float32),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
+            self._complete = ids, len(self.state)
+        self._follow_state()
+        counts = self._counts.tolist()
+        self._by_count = sorted(set(counts), reverse=True)
+        # There may be some that no step uses, and those that were frozen. The first step has as many rows, to be the same program.
+        self._by_count += [0.0] * (2 - len(self._by_count))
+        row_of = {count: row for row, count in reversed([*enumerate(self._by_count)])}
+        self._row_of = {id(state): row_of[count] for state, count in zip(self._states, counts, strict=True)}
+        groups = (
+            (group["betas"], group["eps"], bool(group["weight_decay"]), tuple(map(id, group["params"])))
+            for group in self.param_groups
+        )
+        self.program_key = self._others, (*groups,), (*self._row_of.values(),)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of [`torch.optim.AdamW`]."""
@@ -179,18 +198,11 @@ class LazyAdamW(torch.optim.AdamW):
         equally many steps share a row.
         """
         self.create_state()
-        self._follow_state()
-        by_count = sorted(set(self._counts.tolist()), reverse=True)
-        # There may be some that no step uses, and those that were frozen. The first step has as many rows, to be the same program.
-        by_count += [0.0] * (2 - len(by_count))
-        row_of = {count: row for row, count in reversed([*enumerate(by_count)])}
-        counts = zip(self._states, self._counts.tolist(), strict=True)
-        self._row_of = {id(state): row_of[count] for state, count in counts}
         shares = [] if self.average is None else [1 - self.average.next_decay()]
         rows = []
         for group in self.param_groups:
             (beta1, beta2), learning_rate, decay = group["betas"], group["lr"], group["weight_decay"]
-            for step in (number + 1 for number in by_count):
+            for step in (number + 1 for number in self._by_count):
                 corrections = learning_rate / (1 - beta1**step), (1 - beta2**step) ** 0.5
                 rows.append([1 - learning_rate * decay, *corrections, *shares])
         # Beside a batch, what has as many rows as the batch would be split over the chips.
@@ -224,7 +236,7 @@ class LazyAdamW(torch.optim.AdamW):
                 lambda data, **_: self.update(data["numbers"]), self._tensors, Fingerprint(trusts_code=True), None
             )
         used = tuple(parameter.grad is not None for parameter in self._parameters())
-        self._program({"numbers": numbers}, run_alone, used=used, settings=self.settings())
+        self._program({"numbers": numbers}, run_alone, used=used, key=self.program_key)
 
     def _tensors(self) -> list[torch.Tensor]:
         """What an update reads and writes."""
@@ -245,24 +257,6 @@ class LazyAdamW(torch.optim.AdamW):
             self._counts += 1
         elif self.updated_states:
             torch._foreach_add_([state["step"] for state in self.updated_states], 1)
-
-    def settings(self) -> Hashable:
-        """
-        What the program of a step depends on besides tensors: equal where the program is. Not left to what compares attributes, to
-        which groups change at each step: their learning rates are data.
-        """
-        groups = tuple(
-            (group["betas"], group["eps"], bool(group["weight_decay"]), tuple(map(id, group["params"])))
-            for group in self.param_groups
-        )
-        # Somebody may have cleared it.
-        self.create_state()
-        self._follow_state()
-        steps = self._counts.tolist()
-        # Which parameters have taken equally many steps.
-        numbers: dict[float, int] = {}
-        pattern = tuple(numbers.setdefault(step, len(numbers)) for step in steps) if len(set(steps)) > 1 else None
-        return self._others, groups, pattern
 
     def _follow_state(self) -> None:
         """Keep all step counters in one tensor, also where the state is another than before."""

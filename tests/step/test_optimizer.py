@@ -259,15 +259,22 @@ def test_counters_that_were_replaced_or_set_are_those_that_count(backend):
     optimizer = LazyAdamW(parameters, backend=backend)
     optimizer.create_state()
     states = list(optimizer.state.values())
-    before = optimizer.settings()
+    before = optimizer.program_key
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     assert [state["step"].item() for state in states] == [1, 1, 1]
-    assert optimizer.settings() == before
+    optimizer.create_state()
+    assert optimizer.program_key == before
     states[0]["step"].fill_(7)
     states[1]["step"] = torch.tensor(3.0)
-    assert optimizer.settings() != before
+    optimizer.create_state()
+    assert (key := optimizer.program_key) != before
+    # The numbers of a parameter are those of its rank, which a program is made for.
+    states[1]["step"] = torch.tensor(9.0)
+    optimizer.create_state()
+    assert optimizer.program_key != key
+    states[1]["step"] = torch.tensor(3.0)
     optimizer.step()
     assert [state["step"].item() for state in states] == [8, 4, 2]
     del optimizer.state[parameters[2]]

@@ -170,6 +170,8 @@ class TrainingSteps(TrainerCallback):
         optimizer = self._optimizer
         if sync_gradients:
             numbers["update"] = optimizer.numbers()
+        else:
+            optimizer.create_state()
         numbers["num_items_in_batch"] = num_items_in_batch
         # Fewer at the end of an epoch; upstream divides some losses by it.
         numbers["accumulation"] = self._trainer.current_gradient_accumulation_steps
@@ -360,6 +362,6 @@ class TrainingSteps(TrainerCallback):
     def _settings(self) -> dict[str, Any]:
         return {
             **self._user_code,
-            "the optimizer's settings or parameters": self._optimizer.settings(),
+            "the optimizer's settings or parameters": self._optimizer.program_key,
             "how the trainer computes": self._trainer.settings_of_programs(),
         }
