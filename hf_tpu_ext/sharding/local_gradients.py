@@ -26,7 +26,7 @@ class LocalGradients(StepGradients):
     """
 
     def __init__(self, model: nn.Module, backend: Backend, accumulates: bool):
-        super().__init__(model)
+        super().__init__(model, accumulates=False)
         self._backend = backend
         self._places: list[tuple[dict[str, nn.Parameter], str, nn.Parameter]] = [
             (module._parameters, name, parameter)
@@ -41,10 +41,6 @@ class LocalGradients(StepGradients):
                 self._sums[parameter] = backend.send_rows(gradients, backend.num_chips)
         # Of shapes `(chips, ...)`.
         self.tensors = [total for total in self._sums.values() if total is not None]
-
-    def are_of(self, model: nn.Module) -> bool:
-        """Whether these are the gradients of what a model trains now. Some parameters may have been frozen since."""
-        return self._sums.keys() == {parameter for parameter in model.parameters() if parameter.requires_grad}
 
     @contextmanager
     def micro_step(self, sync_gradients: bool) -> Iterator[None]:

@@ -10,11 +10,15 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from ..backends.processes import ALONE, Processes
 
 
+def _trained_of(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 def average_gradients(model: nn.Module, processes: Processes) -> None:
     """Give all processes the mean of their gradients, once for an optimizer step."""
     if processes.row_shards == 1:
         return
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = _trained_of(model)
     used = [parameter.grad is not None for parameter in parameters]
     if not is_in_torch_dispatch_mode():
         # Rows of one process may use an expert that those of another do not. A trace knows no rows, and all make the same.
@@ -27,23 +31,41 @@ def average_gradients(model: nn.Module, processes: Processes) -> None:
 
 class StepGradients:
     """
-    The gradients of optimizer steps of one micro-step: they live within its program, and parameters have none between steps. What
-    lasts longer, in the subclasses, is in `tensors`: a part of the state that programs read and write. Gradients are averaged over
-    `processes`, each of which has rows of its own.
+    The gradients of optimizer steps. Of one micro-step they live within its program, and parameters have none between steps.
+
+    Of several (`accumulates`), their sums are kept in `tensors`, a part of the state that programs read and write. These are there
+    from the start, so that the first micro-step adds to them like every other and is the same program; sums of `earlier` gradients
+    go on. Gradients are averaged over `processes`, each of which has rows of its own.
     """
 
-    def __init__(self, model: nn.Module, processes: Processes = ALONE):
+    def __init__(
+        self,
+        model: nn.Module,
+        accumulates: bool,
+        earlier: "StepGradients | None" = None,
+        processes: Processes = ALONE,
+    ):
         self._model, self._processes = model, processes
+        self._trained = _trained_of(model)
+        sums = {} if earlier is None else earlier.of_parameters
         #: What is kept from micro-step to micro-step, of the shapes of the parameters.
-        self.of_parameters: dict[nn.Parameter, Tensor] = {}
+        self.of_parameters: dict[nn.Parameter, Tensor] = {
+            parameter: sums[parameter] if parameter in sums else torch.zeros_like(parameter)
+            for parameter in self._trained
+            if accumulates
+        }
         #: All that is kept, always in the same order.
-        self.tensors: list[Tensor] = []
+        self.tensors: list[Tensor] = [*self.of_parameters.values()]
         #: Whether code of the user's has been given what is kept, see [`~StepGradients.show`].
         self.are_shown = False
+        # By the micro-steps of this optimizer step that ran in Python, and of the one before it.
+        self._used: set[nn.Parameter] = set()
+        self._used_before: set[nn.Parameter] = set()
+        self._shown_parameters: set[nn.Parameter] = set()
 
     def are_of(self, model: nn.Module) -> bool:
         """Whether these are the gradients of what a model trains now. Some parameters may have been frozen since."""
-        return model is self._model
+        return set(self._trained) == set(_trained_of(model))
 
     @contextmanager
     def micro_step(self, sync_gradients: bool) -> Iterator[None]:
@@ -51,56 +73,6 @@ class StepGradients:
         Context of a forward and backward pass. After the last one of an optimizer step, parameters that any of its micro-steps has
         used have their gradient.
         """
-        yield
-        for parameter in self._model.parameters():
-            if parameter.grad is not None:
-                # Memory of its own, as on an eager device. torch_xla has left it a view, and of a gradient that is one number
-                # for all elements (that of `parameter.sum()`), what clipping writes to each would be added up.
-                parameter.grad = parameter.grad.clone()
-        if sync_gradients:
-            average_gradients(self._model, self._processes)
-
-    def show(self) -> None:
-        """Give parameters the gradients that are kept, for code of the user's between two micro-steps."""
-
-    def take_back(self) -> None:
-        """Keep what that code has made of them. Parameters have none again."""
-
-    def over_chips(self, value: Tensor) -> Tensor:
-        """Sum a number over the chips, where they run by themselves."""
-        return value
-
-    def drop(self) -> None:
-        """Begin another optimizer step."""
-        for parameter in self._model.parameters():
-            parameter.grad = None
-
-
-class AccumulatedGradients(StepGradients):
-    """
-    The gradients of optimizer steps of several micro-steps. Their sums are there from the start, so that the first micro-step adds
-    to them like every other and is the same program.
-    """
-
-    def __init__(self, model: nn.Module, earlier: StepGradients | None = None, processes: Processes = ALONE):
-        super().__init__(model, processes)
-        earlier_sums = {} if earlier is None else earlier.of_parameters
-        self.of_parameters = {
-            parameter: earlier_sums[parameter] if parameter in earlier_sums else torch.zeros_like(parameter)
-            for parameter in model.parameters()
-            if parameter.requires_grad
-        }
-        self.tensors = [*self.of_parameters.values()]
-        # By the micro-steps of this optimizer step that ran in Python, and of the one before it.
-        self._used: set[nn.Parameter] = set()
-        self._used_before: set[nn.Parameter] = set()
-        self._shown_parameters: set[nn.Parameter] = set()
-
-    def are_of(self, model: nn.Module) -> bool:
-        return self.of_parameters.keys() == {parameter for parameter in model.parameters() if parameter.requires_grad}
-
-    @contextmanager
-    def micro_step(self, sync_gradients: bool) -> Iterator[None]:
         before = [total._version for total in self.of_parameters.values()]
         for parameter, total in self.of_parameters.items():
             parameter.grad = total
@@ -112,10 +84,16 @@ class AccumulatedGradients(StepGradients):
             if total._version != version:
                 self._used.add(parameter)
             parameter.grad = total if sync_gradients and parameter in self._used else None
+        for parameter in () if self.of_parameters else self._trained:
+            if parameter.grad is not None:
+                # Memory of its own, as on an eager device. torch_xla has left it a view, and of a gradient that is one number
+                # for all elements (that of `parameter.sum()`), what clipping writes to each would be added up.
+                parameter.grad = parameter.grad.clone()
         if sync_gradients:
             average_gradients(self._model, self._processes)
 
     def show(self) -> None:
+        """Give parameters the gradients that are kept, for code of the user's between two micro-steps."""
         # A micro-step that was run by its handle has noted nothing.
         self._shown_parameters, self.are_shown = self._used or self._used_before, True
         for parameter in self._shown_parameters:
@@ -123,6 +101,7 @@ class AccumulatedGradients(StepGradients):
 
     @torch.no_grad()
     def take_back(self) -> None:
+        """Keep what that code has made of them. Parameters have none again."""
         for parameter, total in self.of_parameters.items():
             if not parameter.requires_grad:
                 # Frozen since: it is updated by what there is.
@@ -137,7 +116,9 @@ class AccumulatedGradients(StepGradients):
         self.are_shown = False
 
     def drop(self) -> None:
-        super().drop()
+        """Begin another optimizer step."""
+        for parameter in self._model.parameters():
+            parameter.grad = None
         self._used, self._used_before = set(), self._used
         for total in self.of_parameters.values():
             total.zero_()

@@ -33,7 +33,7 @@ def train_step(
 
     Args:
         forward_backward (`Callable`):
-            Upstream's loss as upstream has written it, and its backward pass. Returns the loss of the micro-step, detached.
+            Upstream's loss as upstream has written it, and its backward pass. Returns the loss of the micro-step, detached, of all chips.
         gradients ([`StepGradients`]):
             Where gradients are between micro-steps. With manual sharding they are summed over the chips in the last one.
         add_loss (`Callable`):
@@ -56,7 +56,7 @@ def train_step(
         `dict[str, torch.Tensor]`: `"grad_norm"` of shape `()`, float32, of the last micro-step; nothing of others.
     """
     with gradients.micro_step(sync_gradients):
-        loss = gradients.over_chips(forward_backward(model, batch, numbers))
+        loss = forward_backward(model, batch, numbers)
     add_loss(loss, sync_gradients)
     if not sync_gradients:
         return {}

@@ -20,7 +20,7 @@ from ...formatting import count, kind_of_device, number_setting
 from ...sharding import ShardingPlan, advise_sharding, describe_hosts, describe_mesh, resolve_mesh
 from ...sharding.local_gradients import LocalGradients
 from ...sharding.per_chip import score_tokens_per_chip
-from ...step.gradients import AccumulatedGradients, StepGradients
+from ...step.gradients import StepGradients
 from ...step.selected_rows import select
 from ...temporarily import temporarily
 
@@ -149,8 +149,7 @@ class Chips:
                 logger.warning_once(
                     f"Gradients are all-reduced at every micro-step, not once per optimizer step: {reason}."
                 )
-        processes = self._backend.processes
-        return AccumulatedGradients(model, earlier, processes) if accumulates else StepGradients(model, processes)
+        return StepGradients(model, accumulates, earlier, self._backend.processes)
 
     def tokens_stay_on_chips(self) -> AbstractContextManager:
         """Context in which TRL's fused language model head scores each token on the chip that has it."""

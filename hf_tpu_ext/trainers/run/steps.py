@@ -121,7 +121,7 @@ class StepsMixin:
         is_replayed = "rows_gathered" in data and self.steps.may_be_replayed
         cut = rows_gathered(self.accelerator, data["rows_gathered"]) if is_replayed else nullcontext()
         with self.micro_steps_as_data(data), cut:
-            return self._step_of_upstream(model, inputs, num_items_in_batch)
+            return self.chips.over_chips(self._step_of_upstream(model, inputs, num_items_in_batch))
 
     def _step_of_upstream(self, model, inputs, num_items_in_batch) -> torch.Tensor:
         """What upstream computes in a micro-step."""

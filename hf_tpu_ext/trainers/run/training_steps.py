@@ -227,7 +227,7 @@ class TrainingSteps(TrainerCallback):
         self._under_way = OPTIMIZER_STEP if sync_gradients else MICRO_STEP
         self.data, num_items_in_batch = self._backend.send(numbers), self._backend.send(num_items_in_batch)
         with self._random_numbers(self.data["seed"]), self.gradients.micro_step(sync_gradients):
-            loss = self.gradients.over_chips(forward_backward(model, inputs, num_items_in_batch))
+            loss = forward_backward(model, inputs, num_items_in_batch)
         if not sync_gradients:
             self.gradients.show()
         self._trainer.log_step_loss(loss, sync_gradients)
