@@ -57,7 +57,7 @@ class TextGeneration:
         trainer = self._trainer
         lengths = self._lengths or [max(map(len, prompts))]
         # A run adds the end of its tokenizer to the model's own settings, and so may the caller.
-        settings = unwrap_peft_model(self._model).generation_config.to_dict(), trainer.settings_of_programs()
+        settings = unwrap_peft_model(self._model).generation_config.to_dict()
         with trainer.models_as_run(), trainer.compute_loss_context_manager(), trainer.chips.tokens_stay_on_chips():
             # A run stacks the weights of layers: the model has other tensors then. Another generator, and no programs that follow a
             # change: after several changes these would be traced each time.
