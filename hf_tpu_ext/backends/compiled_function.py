@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 from transformers.utils import logging
 
 
@@ -138,13 +138,41 @@ class CompiledFunction(ABC):
         self._compares = self._compares_again = True
         fingerprint.note()
 
-    @abstractmethod
     def __call__(self, data: Mapping[Hashable, Any], run: Callable[..., Any], **static_args: Hashable) -> Any:
         """
         Call the function, or run its program.
 
         The argument `run` is of who watches programs: it is called for each program, as `run(run=execute)`, executes it by
-        `execute()`, and counts and times it. Without an argument it is told that all operators have run one by one.
+        `execute()`, and counts and times it. With `None` it is told that all operators have run one by one.
+        """
+        self._backend.flush()
+        self.replays = False
+        if self.why_traced is None:
+            self._follow()
+        if self.why_traced is None:
+            tensors = [leaf for leaf in tree_leaves(dict(data)) if isinstance(leaf, torch.Tensor)]
+            key = (*static_args.items(), *describe_batch(data).items())
+            try:
+                return self._run_program(key, self._state(), data, tensors, run, static_args)
+            except CannotReplay as error:
+                self.refuse(str(error))
+        results = self._function(data, **static_args)
+        run(run=None if self._backend.compiles_operators else self._backend.end_step)
+        return results
+
+    @abstractmethod
+    def _run_program(
+        self,
+        key: Hashable,
+        state: list[torch.Tensor],
+        data: Mapping[Hashable, Any],
+        tensors: list[torch.Tensor],
+        run: Callable[..., Any],
+        static_args: dict[str, Any],
+    ) -> Any:
+        """
+        Run the program for a `key`, or trace the function for one. `tensors` are those of `data`. Raises [`CannotReplay`] where nothing
+        has run.
         """
 
     def _state(self) -> list[torch.Tensor]:

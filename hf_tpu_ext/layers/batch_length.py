@@ -83,16 +83,13 @@ class BatchLength:
                 (layers, kind) for layers, kind in _types_of(module).items() if _depends_on_length(kind)
             )
             self.rope_scaling = kind, _longest_unscaled(module, layers, kind)
+        #: Whether anything asks for the length of a batch.
+        self.asks = bool(self._by_length)
 
     @property
     def is_block_sparse(self) -> bool:
         """Whether a model has block-sparse attention, which depends on the columns of a batch."""
         return any(map(is_block_sparse, self._block_sparse))
-
-    @property
-    def asks(self) -> bool:
-        """Whether anything asks for the length of a batch."""
-        return self._adds_noise or bool(self._by_length)
 
     def check_columns(self, length: int, columns: int) -> None:
         """Refuse (`ValueError`) to pad the longest row of a batch to so many more columns, where a model computes with them."""
@@ -150,7 +147,7 @@ class BatchLength:
 
     def end_run(self) -> None:
         """Upstream has taken its hook back."""
-        self._adds_noise = False
+        self._adds_noise, self.asks = False, bool(self._by_length)
 
     @contextmanager
     def override_rope(self) -> Iterator[None]:
@@ -172,7 +169,7 @@ class BatchLength:
 
     def replace_noise(self, handle: torch.utils.hooks.RemovableHandle) -> None:
         """Put noise for the length of a batch in the place of the hook of upstream that adds noise for its columns."""
-        self._adds_noise = True
+        self._adds_noise = self.asks = True
         handle.hooks_dict_ref()[handle.id] = partial(_add_noise, self.values)
 
 

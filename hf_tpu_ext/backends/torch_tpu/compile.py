@@ -8,18 +8,10 @@ from typing import Any
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from ..base import Backend
-from ..compiled_function import (
-    DRAWS_ON_HOST,
-    REPLACES_STATE,
-    SYNCS,
-    CannotReplay,
-    CompiledFunction,
-    Programs,
-    describe_batch,
-)
+from ..compiled_function import DRAWS_ON_HOST, REPLACES_STATE, SYNCS, CannotReplay, CompiledFunction, Programs
 from ..random_state import read_random_state
 
 
@@ -45,25 +37,20 @@ class _StateAsArguments(TorchDispatchMode):
 class TorchTPUCompiledFunction(CompiledFunction):
     """A function on torch_tpu. Where it cannot be traced, operators are run one by one."""
 
-    def __call__(self, data: Mapping[Hashable, Any], run: Callable[..., Any], **static_args: Hashable) -> Any:
-        self.replays = False
-        if self.why_traced is None:
-            self._follow()
-        if self.why_traced is None:
-            tensors = [leaf for leaf in tree_leaves(dict(data)) if isinstance(leaf, Tensor)]
-            key = (*static_args.items(), *describe_batch(data).items())
-            try:
-                if key not in self._programs:
-                    return run(run=partial(self._run_first, key, data, tensors, static_args))
-                results = self._programs[key](self._state(), tensors)
-            except CannotReplay as error:
-                self.refuse(str(error))
-            else:
-                self.replays = True
-                self._backend.replays += 1
-                return results
-        results = self._function(data, **static_args)
-        run()
+    def _run_program(
+        self,
+        key: Hashable,
+        state: list[Tensor],
+        data: Mapping[Hashable, Any],
+        tensors: list[Tensor],
+        run: Callable[..., Any],
+        static_args: dict[str, Any],
+    ) -> Any:
+        if key not in self._programs:
+            return run(run=partial(self._run_first, key, data, tensors, static_args))
+        results = self._programs[key](state, tensors)
+        self.replays = True
+        self._backend.replays += 1
         return results
 
     def _run_first(

@@ -1,5 +1,6 @@
 """`compile` on torch_xla: a function is traced twice, compared, and then run by the handle of its graph."""
 
+import gc
 import os
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from ..compiled_function import (
     CannotReplay,
     CompiledFunction,
     StateLost,
-    describe_batch,
 )
 from ..processes import HostsDisagree
 from ..random_state import read_random_state
@@ -97,9 +97,17 @@ class Executable:
     def run(self, tensors: Sequence[torch.Tensor], aliases: Collection[int]) -> Any:
         """Run it with the `tensors` of state and data. Those at places in `aliases` share their memory with others."""
         *arguments, _ = self._pick([*self._constants, *tensors])
-        results = iter(graphs.run_graph(self.handle, arguments))
-        self.take(results, tensors, aliases)
-        return self.fill(next(results) if place is None else tensors[place] for place in self.output_places)
+        # A tensor is made and dropped for each result: hundreds of them have the garbage collector run two or three times a step, over
+        # everything there is, for nothing.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            results = iter(graphs.replay_graph(self.handle, arguments))
+            self.take(results, tensors, aliases)
+            return self.fill(next(results) if place is None else tensors[place] for place in self.output_places)
+        finally:
+            if collects:
+                gc.enable()
 
     def fill(self, tensors: Iterable[torch.Tensor]) -> Any:
         """What the function returns, with these tensors."""
@@ -155,7 +163,7 @@ class Trace:
         if len(set(self._buffers[: len(self._state)])) < len(self._state):
             raise CannotReplay("two tensors of the training state share a buffer")
         self._sent_buffers: set[int] = set()
-        self._before = read_random_state(), xm.get_rng_state(), backend.counters()
+        self._before = read_random_state(), xm.get_rng_state(), backend.insight.counters()
         graphs.pending.begin_trace(self)
 
     def note_sent(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -179,7 +187,7 @@ class Trace:
     def why_traced(self, draws_on_host: bool) -> str | None:
         """What the trace did that a program run by its handle would not do."""
         random_state, seed, before = self._before
-        spent = self._backend.counters() - before
+        spent = self._backend.insight.counters() - before
         if spent.fallbacks:
             return "CPU fallback of an operator in the step"
         if spent.reads:
@@ -247,32 +255,27 @@ class XLACompiledFunction(CompiledFunction):
         self._aliases: set[int] = set()
         self._placements: tuple[str, ...] = ()
 
-    def __call__(self, data: Mapping[Hashable, Any], run: Callable[..., Any], **static_args: Hashable) -> Any:
-        self._backend.flush()
-        self.replays = False
-        if self.why_traced is None:
-            self._follow()
-        if self.why_traced is not None:
-            return self._run_traced(data, run, static_args)
-        tensors = [leaf for leaf in tree_leaves(dict(data)) if isinstance(leaf, torch.Tensor)]
-        try:
-            state, compiles = self._state(), self._backend.compiles()
-            key = (*static_args.items(), self._follow_placements(state))
-            key += tuple(describe_batch(data).items())
-            program = self._programs.get(key)
-            if program is None or not program.is_checked or not program.is_kept(compiles):
-                return self._trace(key, program, state, data, tensors, run, static_args)
-            results = self._replay(program, state, tensors)
-        except CannotReplay as error:
-            self.refuse(str(error))
-            return self._run_traced(data, run, static_args)
+    def _run_program(
+        self,
+        key: Hashable,
+        state: list[torch.Tensor],
+        data: Mapping[Hashable, Any],
+        tensors: list[torch.Tensor],
+        run: Callable[..., Any],
+        static_args: dict[str, Any],
+    ) -> Any:
+        compiles = self._backend.compiles()
+        key = (self._follow_placements(state), *key)
+        program = self._programs.get(key)
+        if program is None or not program.is_checked or not program.is_kept(compiles):
+            return self._trace(key, program, state, data, tensors, run, static_args)
+        results = self._replay(program, state, tensors)
         self.replays, program.compiles = True, compiles
         return results
 
     def _replay(self, program: Executable, state: list[torch.Tensor], data: list[torch.Tensor]) -> Any:
         try:
-            with graphs.replaying():
-                return program.run([*state, *data], self._find_aliases(state))
+            return program.run([*state, *data], self._find_aliases(state))
         except (AttributeError, TypeError, RuntimeError) as error:
             self._raise_after(error, program, state)
 
@@ -298,11 +301,6 @@ class XLACompiledFunction(CompiledFunction):
         return self._aliases
 
     # ---- Tracing ----
-
-    def _run_traced(self, data: Mapping[Hashable, Any], run: Callable[..., Any], static_args: dict[str, Any]) -> Any:
-        results = self._function(data, **static_args)
-        run(run=self._backend.end_step)
-        return results
 
     def _trace(
         self,

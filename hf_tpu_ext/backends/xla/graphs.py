@@ -1,6 +1,5 @@
 """torch_xla's private calls for graphs that are compiled once and then run by their handle. No other file has them."""
 
-import gc
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -200,6 +199,13 @@ def run_graph(handle: bytes, arguments: Sequence[torch.Tensor]) -> list[torch.Te
         return _XLAC._run_cached_graph(handle, arguments)
 
 
+def replay_graph(handle: bytes, arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """As [`run_graph`], by its handle alone, which is counted."""
+    results = run_graph(handle, arguments)
+    _XLAC._xla_increment_counter(REPLAYS, 1)
+    return results
+
+
 def are_intact(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether tensors still have their values, after a graph failed that may have been given their buffers. Reads one of them."""
     try:
@@ -219,19 +225,3 @@ def buffer_of(tensor: torch.Tensor) -> int | None:
         return _XLAC._get_tensors_handle([tensor])[0]
     except RuntimeError:
         return None
-
-
-@contextmanager
-def replaying() -> Iterator[None]:
-    """
-    Context in which a graph is run by its handle alone, which is counted. It makes and drops a tensor for each result: hundreds of
-    them have the garbage collector run two or three times a step, over everything there is, for nothing.
-    """
-    is_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-        _XLAC._xla_increment_counter(REPLAYS, 1)
-    finally:
-        if is_enabled:
-            gc.enable()

@@ -37,6 +37,8 @@ class TrainerPrograms:
 
     def __init__(self, trainer):
         self._trainer = trainer
+        #: Ends the program that was recorded, see [`WatchMixin.end_program`].
+        self.end = trainer.end_program
         # Why something is traced each time, as a line has said.
         self._said: set[str] = set()
 
@@ -49,10 +51,6 @@ class TrainerPrograms:
     def steps_done(self) -> int:
         """Optimizer steps of the run that are done."""
         return self._trainer.state.global_step
-
-    def end(self, kind: str, where: str, **options: Any) -> Any:
-        """End the program that was recorded, as [`WatchMixin.end_program`]."""
-        return self._trainer.end_program(kind, where, **options)
 
     def warn_traced(self, reason: str, training: bool = True) -> None:
         """Say that steps are traced each time, or batches of an evaluation where no line has said so yet, and why, as a clause."""

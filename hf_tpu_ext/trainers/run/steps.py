@@ -169,7 +169,7 @@ class StepsMixin:
     def _get_grad_norm(self, model, grad_norm=None):
         if self.backend.static_shapes and self.steps.grad_norm is not None:
             return self.steps.grad_norm
-        if self.compiles_steps and not self.steps.by_operators and grad_norm is None:
+        if grad_norm is None and self.compiles_steps and not self.steps.by_operators:
             return clip_gradients(model, None)
         return super()._get_grad_norm(model, grad_norm)
 

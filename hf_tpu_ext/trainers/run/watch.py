@@ -82,7 +82,7 @@ class WatchMixin:
 
     def note_optimizer(self) -> None:
         """Note the optimizer as the step under way has it."""
-        optimizer = self.plain_optimizer
+        optimizer = self.optimizer.optimizer
         self._optimizer_before = bool(optimizer.state), [dict(group) for group in optimizer.param_groups]
 
     def _name_own_code(self) -> str:
