@@ -278,7 +278,7 @@ class TPUTrainerMixin(
             self.by_length.end_run()
             self.layers.end()
             self.steps.end_run()
-            self.compiled_batches = None
+            self.programs.of_run.clear()
             # Of a run that failed, no log has shown them.
             self.loss_log.drop()
             self.drop_metrics("train")

@@ -53,8 +53,6 @@ class RewardedMixin(RolloutMixin):
 
     def _arrange_batches(self) -> None:
         super()._arrange_batches()
-        # By what they are for, and whether the model is in training.
-        self._passes: dict[tuple[str, bool], CompiledFunction] = {}
         if self.backend.static_shapes:
             count_rows_of_chips(self.compiled.args, self.backend.num_chips * self.backend.processes.row_shards)
 
@@ -109,11 +107,6 @@ class RewardedMixin(RolloutMixin):
             else f"layers read a prompt again for each of its completions: {reason}"
         )
 
-    def _end_run(self) -> None:
-        super()._end_run()
-        # Another run makes other tensors of the weights.
-        self._passes.clear()
-
     def settings_of_programs(self) -> Hashable:
         return super().settings_of_programs(), self.shares_prompts
 
@@ -134,8 +127,8 @@ class RewardedMixin(RolloutMixin):
         """
         rows_per_pass = rows_at_once or (self._train_batch_size if self.model.training else self.args.eval_batch_size)
         key = kind, model.training
-        if key not in self._passes:
-            self._passes[key] = self._compile_pass(model, compute)
+        if (compiled := self.programs.of_run.get(key)) is None:
+            compiled = self.programs.of_run[key] = self._compile_pass(model, compute)
         run = partial(self.programs.end, kind, f"step {self.programs.steps_done + 1}")
         rows, values = len(batch["input_ids"]), []
         for start in range(0, rows, rows_per_pass):
@@ -145,7 +138,7 @@ class RewardedMixin(RolloutMixin):
             part = {key: torch.cat([value, value[-1:].expand(missing, -1)]) for key, value in part.items()}
             seed, whole = {"seed": self.seeds.beside(start)}, rows_per_pass % self.backend.num_chips != 0
             with self.copies.not_made():
-                values.append(self._passes[key](self._send_rows(part, rows_per_pass, seed, whole), run))
+                values.append(compiled(self._send_rows(part, rows_per_pass, seed, whole), run))
         return torch.cat(self.backend.fetch(values))[:rows]
 
     def _compile_pass(self, model: nn.Module, compute: Callable[[dict[str, Tensor]], Tensor]) -> CompiledFunction:

@@ -118,8 +118,7 @@ class BatchesMixin(ImagesMixin):
     def begin_batches(self) -> None:
         """Begin the batches of a run: not when `train` is called, since auto_find_batch_size begins again with other shapes."""
         self.expect_batches("train")
-        # A run makes other tensors of the weights.
-        self.compiled_batches = None
+        self.programs.of_run.clear()
         if self.neftune_noise_alpha is not None:
             self.by_length.replace_noise(self.neftune_hook_handle)
 

@@ -30,6 +30,8 @@ from .user_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, computes_loss
 
 #: What the watch calls the program of a batch whose loss is added up, and of one whose predictions are kept.
 EVALUATION_STEP, PREDICTION_STEP = "evaluation step", "prediction step"
+# What computes both, which evaluations share.
+_BATCHES = "the batches of evaluations"
 #: Predictions and batches that are held back until they are read together take no more than this.
 MOST_BYTES_HELD = 256 * 2**20
 
@@ -50,8 +52,6 @@ class CompiledEvaluation:
     predicted_text: TextGeneration | None = None
     #: What cuts predictions down on the device, while they are made.
     _preprocess_on_device: Callable | None = None
-    #: Computes the batches of evaluations, which share their programs until training begins or ends.
-    compiled_batches: CompiledFunction | None = None
     #: Numbers the batches of the evaluation under way, each of which draws other random numbers.
     _batch_numbers: Iterator[int] | None = None
     #: What its losses are added to.
@@ -65,9 +65,10 @@ class CompiledEvaluation:
     @contextmanager
     def _evaluation_under_way(self, sums: DeviceSums | None = None) -> Iterator[None]:
         """Context of an evaluation, whose losses are added to `sums`, or whose predictions are kept."""
-        if self.compiled_batches is not None and self.compiled_batches.why_traced is not None:
+        compiled = self.programs.of_run.get(_BATCHES)
+        if compiled is not None and compiled.why_traced is not None:
             # What stood in its way may be gone.
-            self.compiled_batches = None
+            del self.programs.of_run[_BATCHES]
         with temporarily(self, _batch_numbers=count(1), _loss_sums=sums):
             yield
 
@@ -83,13 +84,13 @@ class CompiledEvaluation:
             result = trace(inputs, **self.backend.send(data))
             end()
             return result
-        if self.compiled_batches is None:
-            self.compiled_batches = self._compile_batches()
+        if (compiled := self.programs.of_run.get(_BATCHES)) is None:
+            compiled = self.programs.of_run[_BATCHES] = self._compile_batches()
         self._trace_batch = trace
         with self.copies.not_made():
             data["seed"] = self.seeds.beside(next(self._batch_numbers))
             device_data = {**self.send_batch(inputs, data), "of_evaluation": self.data_of_evaluation()}
-            return self.compiled_batches(device_data, end, kind=kind)
+            return compiled(device_data, end, kind=kind)
 
     def _run_batch(self, data: dict[str, dict[Any, Any]], kind: str) -> Any:
         """What is compiled."""

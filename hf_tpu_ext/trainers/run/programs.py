@@ -1,6 +1,6 @@
 """Functions of a trainer that run as compiled programs, and what guards these."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,8 @@ class TrainerPrograms:
         self._trainer = trainer
         #: Ends the program that was recorded, see [`WatchMixin.end_program`].
         self.end = trainer.end_program
+        #: What is kept until training begins or ends, by what it is for: a run makes other tensors of the weights.
+        self.of_run: dict[Hashable, Any] = {}
         # Why something is traced each time, as a line has said.
         self._said: set[str] = set()
 

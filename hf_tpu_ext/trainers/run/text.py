@@ -31,7 +31,6 @@ class TextGeneration:
         self._trainer, self._backend, self._programs = trainer, trainer.backend, trainer.programs
         self._config, self._lengths = config, list(prompt_lengths)
         self.generator: Generator | None = None
-        self._made_for: tuple | None = None
 
     def generate(
         self, prompts: Sequence[Sequence[int]], seed: int | None = None, rows: int | None = None, copies: int = 1
@@ -57,15 +56,14 @@ class TextGeneration:
         trainer = self._trainer
         lengths = self._lengths or [max(map(len, prompts))]
         # A run adds the end of its tokenizer to the model's own settings, and so may the caller.
-        settings = unwrap_peft_model(self._model).generation_config.to_dict()
+        settings = unwrap_peft_model(self._model).generation_config.to_json_string()
+        key, generators = (self, self._model, *lengths, settings), self._programs.of_run
         with trainer.models_as_run(), trainer.compute_loss_context_manager(), trainer.chips.tokens_stay_on_chips():
-            # A run stacks the weights of layers: the model has other tensors then. Another generator, and no programs that follow a
-            # change: after several changes these would be traced each time.
-            tensors = [id(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())]
-            made_for = lengths, settings, tensors
-            if made_for != self._made_for:
-                self._made_for = made_for
-                self.generator = Generator(self._model, self._backend, self._config, lengths, self._run, self._compile)
+            if key not in generators:
+                generators[key] = Generator(
+                    self._model, self._backend, self._config, lengths, self._run, self._compile
+                )
+            self.generator = generators[key]
             with trainer.copies.not_made():
                 return self.generator.generate(prompts, seed, copies)
 
