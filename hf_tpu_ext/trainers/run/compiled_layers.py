@@ -17,27 +17,23 @@ class CompiledLayers:
 
     def __init__(self, backend: Backend):
         self._backend = backend
-        self._undo: list[Callable[[], None]] = []
-
-    @property
-    def are_compiled(self) -> bool:
-        """Whether layers are compiled now."""
-        return bool(self._undo)
+        #: What leaves each layer that is compiled now as it was.
+        self.undo: list[Callable[[], None]] = []
 
     def begin(self, model: nn.Module, reason: str) -> None:
         """Compile the layers, if there are any, and say why no more is compiled: `reason` is a clause."""
         layers = find_layers(model)
-        if layers is not None and not self._undo:
+        if layers is not None and not self.undo:
             parent, name = layers
-            self._undo = [self._backend.compile_module(layer) for layer in getattr(parent, name)]
+            self.undo = [self._backend.compile_module(layer) for layer in getattr(parent, name)]
         logger.warning(
-            f"The {len(self._undo)} layers are compiled one by one, and the rest is run by operators: {reason}."
-            if self._undo
+            f"The {len(self.undo)} layers are compiled one by one, and the rest is run by operators: {reason}."
+            if self.undo
             else f"Steps are run by operators: {reason}, and the model has no list of layers."
         )
 
     def end(self) -> None:
         """Leave the layers as they were."""
-        for undo in self._undo:
+        for undo in self.undo:
             undo()
-        self._undo = []
+        self.undo = []

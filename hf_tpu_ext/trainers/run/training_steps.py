@@ -235,7 +235,7 @@ class TrainingSteps(TrainerCallback):
 
     def _random_numbers(self, seed: torch.Tensor) -> AbstractContextManager:
         """Context in which random numbers follow from a seed. What compiles layers takes it for something else at each step."""
-        return nullcontext() if self._compiled_layers.are_compiled else RandomNumbers(seed)
+        return nullcontext() if self._compiled_layers.undo else RandomNumbers(seed)
 
     def on_substep_end(self, args, state, control, **kwargs):
         self.end()
@@ -349,7 +349,7 @@ class TrainingSteps(TrainerCallback):
         Rematerialize layers. Done again where a callback has switched checkpointing off and on, as TRL does to generate: PyTorch's
         fails on XLA.
         """
-        if self._compiled_layers.are_compiled:
+        if self._compiled_layers.undo:
             # By PyTorch's function: random numbers that follow from a seed are other code at each step.
             checkpoint_as_upstream(self._model)
         else:
