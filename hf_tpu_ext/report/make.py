@@ -103,7 +103,9 @@ def in_card(output_dir: str | Path) -> str:
         numbers = headline(read_run(output_dir), read_prices())
     except UserError:
         return ""
-    return "\n| | |\n|---|---|\n" + "".join(f"| {name} | {value} |\n" for name, value in numbers.items())
+    # With the last checkpoint, that is before the run ends.
+    head = "\nUntil this card was written:\n\n| | |\n|---|---|\n"
+    return head + "".join(f"| {name} | {value} |\n" for name, value in numbers.items())
 
 
 def describe_ended_run(output_dir: str | Path) -> str:

@@ -121,7 +121,8 @@ def _parts(run: Run) -> Section:
             [
                 begin_time(session),
                 f"{session.begin['first_step']:,}",
-                f"{session.last_step:,}",
+                # A run may be resumed for another number of steps.
+                f"{session.last_step:,} of {session.begin['max_steps']:,}",
                 format_seconds(session.seconds),
                 f"{session.compilations:,}",
                 *(_cell(counters.get(name)) for name in ("executions", "replays")),

@@ -207,10 +207,11 @@ def test_a_loss_that_is_not_finite(write_run, tmp_path):
 
 def test_a_resumed_run_shows_its_sessions(write_run, tmp_path):
     write_run(tmp_path / "run", steps=30, end=False)
-    markdown = make_report([write_run(tmp_path / "run", first_step=20, anew=False)]).with_suffix(".md").read_text()
+    run = write_run(tmp_path / "run", first_step=20, anew=False, max_steps=80)
+    markdown = make_report([run]).with_suffix(".md").read_text()
     assert "killed after step 30 or later, and resumed after step 20: the steps between were run again." in markdown
-    assert "| 0 | 30 | 63 s | 1 | 29 | 28 | did not end |" in markdown
-    assert "| 20 | 40 | 1 h 0 min | 1 | 40 | 38 | ended |" in markdown
+    assert "| 0 | 30 of 40 | 63 s | 1 | 29 | 28 | did not end |" in markdown
+    assert "| 20 | 40 of 80 | 1 h 0 min | 1 | 40 | 38 | ended |" in markdown
     # What is counted is of both parts.
     assert "69 executions, 66 of them replayed" in markdown and "| compilations | 2 in 4 s |" in markdown
 
@@ -218,7 +219,7 @@ def test_a_resumed_run_shows_its_sessions(write_run, tmp_path):
 def test_a_run_that_was_told_to_stop_repeats_nothing(write_run, tmp_path):
     write_run(tmp_path / "run", steps=20)
     markdown = make_report([write_run(tmp_path / "run", first_step=20, anew=False)]).with_suffix(".md").read_text()
-    assert "were run again" not in markdown.partition("## Parts")[0] and "| 0 | 20 | 1 h 0 min |" in markdown
+    assert "were run again" not in markdown.partition("## Parts")[0] and "| 0 | 20 of 40 | 1 h 0 min |" in markdown
 
 
 def test_a_run_that_was_killed_after_a_checkpoint(write_run, tmp_path):
@@ -229,7 +230,7 @@ def test_a_run_that_was_killed_after_a_checkpoint(write_run, tmp_path):
     RecordWriter(run, anew=False).write(**{**last, "event": "save", "step": 18, "at": 40.0, "counters": counters})
     markdown = make_report([write_run(run, first_step=18, anew=False)]).with_suffix(".md").read_text()
     assert "killed after step 18 or later, and resumed after step 18" in markdown
-    assert "| 0 | 18 | 40 s | 1 | 17 | 16 | did not end |" in markdown and "unreadable" not in markdown
+    assert "| 0 | 18 of 40 | 40 s | 1 | 17 | 16 | did not end |" in markdown and "unreadable" not in markdown
 
 
 def test_several_runs(write_run, tmp_path):

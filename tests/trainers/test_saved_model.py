@@ -129,6 +129,8 @@ def test_the_card_names_this_package_and_has_figures(runs):
     card = ModelCard.load(runs.output_dir / "README.md")
     assert {"trl", "sft", "lora", "hf_tpu_ext"} <= set(card.data.tags)
     assert f"fine-tuned version of `{runs.model_dir.name}`, a local model" in card.text
+    # The report has the time until the end.
+    assert "Until this card was written:\n\n| | |\n|---|---|\n" in card.text
     assert "| steps | 2 of 2 |" in card.text and "on CPU, compiled by XLA, 1 chip" in card.text
 
 
