@@ -180,7 +180,8 @@ def _run(argv: list[str]) -> int:
             except OSError as error:
                 raise UserError(f"{error}\n{_NEEDS}") from error
             if options.seq_lengths:
-                facts = facts.without_data()
+                # Its rows are made up.
+                facts = replace(facts, rows=None, token_share=None, token_waste=None, optimizer_steps=facts.max_steps)
             return programs, facts
 
         def compiler_of(programs, facts):

@@ -54,7 +54,7 @@ class LayerLoop(torch.autograd.Function):
         ctx.layers, ctx.blocks, ctx.keeps_dots = layers, blocks, keeps_dots
         ctx.autocast = current_autocast(hidden.device.type)
         loops = blocks.backend.loops
-        ctx.constants = _Constants(layers, blocks)
+        ctx.constants = Constants([layer.arguments for layer in layers], blocks.has_rows)
         shared, own = ctx.constants.take_tensors()
         ctx.num_dots, ctx.num_collected = [0] * len(layers), [0] * len(layers)
         # Of each run, the dtypes of the weights that its layers compute with.
@@ -244,21 +244,24 @@ class _Place(NamedTuple):
     dtype: torch.dtype
 
 
-class _Constants:
-    """What the layers of a period are called with, tensors by themselves: each iteration would compute anew what a loop does not carry."""
+class Constants:
+    """
+    What the layers of a period are called with, tensors by themselves: each iteration would compute anew what a loop does not carry.
+    `has_rows` says of which each row of the batch has its own part.
+    """
 
-    def __init__(self, layers: Sequence[LayerRun], blocks: RowBlocks):
+    def __init__(self, arguments: Sequence[Any], has_rows: Callable[[Tensor], bool] = lambda tensor: False):
         # By whether each row of the batch has its own part. Each once, although several layers are called with it.
         self._tensors: dict[bool, list[Tensor]] = {False: [], True: []}
         places: dict[int, _Place] = {}
         self._arguments = []
-        for layer in layers:
-            leaves, structure = tree_flatten(layer.arguments)
+        for of_layer in arguments:
+            leaves, structure = tree_flatten(of_layer)
             for leaf in leaves:
                 if isinstance(leaf, Tensor) and id(leaf) not in places:
                     assert not leaf.requires_grad
-                    tensors = self._tensors[has_rows := blocks.has_rows(leaf)]
-                    places[id(leaf)] = _Place(has_rows, len(tensors), leaf.dtype)
+                    tensors = self._tensors[by_row := has_rows(leaf)]
+                    places[id(leaf)] = _Place(by_row, len(tensors), leaf.dtype)
                     # In a loop of torch_xla, those of bool become int64.
                     tensors.append(leaf.to(torch.uint8) if leaf.dtype == torch.bool else leaf)
             self._arguments.append(([places.get(id(leaf), leaf) for leaf in leaves], structure))
@@ -269,7 +272,7 @@ class _Constants:
         self._tensors = {}
         return shared, own
 
-    def restore(self, layer: int, shared: Sequence[Tensor], own: Sequence[Tensor]) -> Any:
+    def restore(self, layer: int, shared: Sequence[Tensor], own: Sequence[Tensor] = ()) -> Any:
         """The arguments of a layer, with these tensors in place of the first ones."""
         leaves, structure = self._arguments[layer]
         tensors = [

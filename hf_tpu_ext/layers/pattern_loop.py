@@ -3,20 +3,20 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain, compress, islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 from transformers.cache_utils import Cache
 
 from ..backends.base import Backend
 from ..errors import UserError
 from .autocast import matmul_dtype
 from .layer_list import Pattern
-from .layer_loop import LayerLoop, LayerRun
+from .layer_loop import Constants, LayerLoop, LayerRun
 from .random_numbers import RandomNumbers
 from .router_logits import are_collected, collect_apart, give_to_model
 from .row_blocks import RowBlocks
@@ -158,14 +158,13 @@ class PatternLoop:
     def _run_prompt(
         self, hidden: Tensor, calls: Sequence[tuple[tuple, dict[str, Any]]], cache: StaticKeyValueCache
     ) -> Tensor:
-        # Each iteration would compute anew what the loop does not carry.
-        leaves, structure = tree_flatten(
+        constants = Constants(
             [
                 (args, {name: value for name, value in kwargs.items() if not isinstance(value, Cache)})
                 for args, kwargs in calls
             ]
         )
-        is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+        shared, _ = constants.take_tensors()
         (cache_name,) = (name for name, value in calls[0][1].items() if value is cache)
         loops = self._backend.loops
 
@@ -176,15 +175,7 @@ class PatternLoop:
 
                 def run_layer(carry: tuple, weights: tuple, template=template, place=place) -> tuple:
                     hidden, shared = carry
-                    tensors = iter(shared)
-                    arguments = tree_unflatten(
-                        [
-                            next(tensors) if is_carried else leaf
-                            for leaf, is_carried in zip(leaves, is_tensor, strict=True)
-                        ],
-                        structure,
-                    )
-                    args, kwargs = arguments[place]
+                    args, kwargs = constants.restore(place, shared)
                     # The layer knows its place in the model.
                     number = template.numbers[0]
                     layer_cache = StaticKeyValueCache(self._backend, number + 1, cache.length)
@@ -203,7 +194,7 @@ class PatternLoop:
 
         zero = torch.zeros((), dtype=torch.int32, device=hidden.device)
         weights = tuple(tuple(template.weights()) for template in self.templates)
-        carry = ((zero,) * len(weights), (hidden, tuple(compress(leaves, is_tensor))), weights)
+        carry = ((zero,) * len(weights), (hidden, tuple(shared)), weights)
         periods = torch.arange(self.pattern.num_periods, device=hidden.device)
         (_, (hidden, _), _), states = loops.scan(run_period, carry, (periods,))
         of_numbers = {}

@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -81,10 +81,6 @@ class Run:
             # One axis takes all chips, and is named as a search names it.
             settings["mesh"] = ",".join(f"{axis}={size}" if len(axes) > 1 else axis for axis, size in axes.items())
         return settings | {"per_device_train_batch_size": str(self.per_device_train_batch_size)}
-
-    def without_data(self) -> "Run":
-        """The run as far as it is known if its rows were made up."""
-        return replace(self, rows=None, token_share=None, token_waste=None, optimizer_steps=self.max_steps)
 
 
 @dataclass(eq=False)
