@@ -1,7 +1,7 @@
 """Parts of a program that each chip runs by itself, with gradients through them."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -62,14 +62,9 @@ def score_per_chip(backend: Backend, score: Callable, hidden, weight, bias, targ
     return tuple(None if output is None else ShardToFull.apply(output, backend) for output in outputs)
 
 
-@contextmanager
-def score_tokens_per_chip(backend: Backend) -> Iterator[None]:
+def score_tokens_per_chip(backend: Backend) -> AbstractContextManager[None]:
     """
     Within this context, TRL's fused language model head scores tokens on the chip that has them, with the whole head.
     Left to the partitioner, tokens and slices of the head cross between chips several times over.
     """
-    if backend.num_chips == 1:
-        yield
-        return
-    with head_wrapped_by(lambda score: partial(score_per_chip, backend, score)):
-        yield
+    return head_wrapped_by(lambda score: partial(score_per_chip, backend, score))

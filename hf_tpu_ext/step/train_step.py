@@ -15,7 +15,7 @@ OF_EVALUATION = " of an evaluation"
 
 
 def train_step(
-    forward_backward: Callable[[nn.Module, dict[str, Any], dict[str, Any]], Tensor],
+    forward_backward: Callable[[nn.Module, dict[str, Any], Tensor | int | None], Tensor],
     gradients: StepGradients,
     add_loss: Callable[[Tensor, bool], None],
     clip: Callable[[nn.Module], Tensor],
@@ -33,7 +33,8 @@ def train_step(
 
     Args:
         forward_backward (`Callable`):
-            Upstream's loss as upstream has written it, and its backward pass. Returns the loss of the micro-step, detached, of all chips.
+            Upstream's loss as upstream has written it, and its backward pass, of the model, the batch and `numbers["num_items_in_batch"]`.
+            Returns the loss of the micro-step, detached, of all chips.
         gradients ([`StepGradients`]):
             Where gradients are between micro-steps. With manual sharding they are summed over the chips in the last one.
         add_loss (`Callable`):
@@ -56,7 +57,7 @@ def train_step(
         `dict[str, torch.Tensor]`: `"grad_norm"` of shape `()`, float32, of the last micro-step; nothing of others.
     """
     with gradients.micro_step(sync_gradients):
-        loss = forward_backward(model, batch, numbers)
+        loss = forward_backward(model, batch, numbers["num_items_in_batch"])
     add_loss(loss, sync_gradients)
     if not sync_gradients:
         return {}

@@ -187,10 +187,10 @@ class Trace:
     def why_traced(self, draws_on_host: bool) -> str | None:
         """What the trace did that a program run by its handle would not do."""
         random_state, seed, before = self._before
-        spent = self._backend.insight.counters() - before
-        if spent.fallbacks:
+        now = self._backend.insight.counters()
+        if now.fallbacks > before.fallbacks:
             return "CPU fallback of an operator in the step"
-        if spent.reads:
+        if now.reads > before.reads:
             return SYNCS
         if not draws_on_host and read_random_state() != random_state:
             return DRAWS_ON_HOST

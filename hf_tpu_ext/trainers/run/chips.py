@@ -153,7 +153,8 @@ class Chips:
 
     def tokens_stay_on_chips(self) -> AbstractContextManager:
         """Context in which TRL's fused language model head scores each token on the chip that has it."""
-        return nullcontext() if self._backend.manual_sharding.active else score_tokens_per_chip(self._backend)
+        is_alone = self._backend.num_chips == 1 or self._backend.manual_sharding.active
+        return nullcontext() if is_alone else score_tokens_per_chip(self._backend)
 
     def over_chips(self, value: torch.Tensor) -> torch.Tensor:
         """Sum a number over chips, where they run by themselves; elsewhere it is the sum already."""

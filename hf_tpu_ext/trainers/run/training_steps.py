@@ -206,7 +206,7 @@ class TrainingSteps(TrainerCallback):
             self._prepare_model()
         with self._random_numbers(numbers["seed"]):
             return train_step(
-                lambda model, batch, numbers: self._forward_backward(model, batch, numbers["num_items_in_batch"]),
+                self._forward_backward,
                 self.gradients,
                 self._trainer.log_step_loss,
                 self._trainer.clip_gradients,
