@@ -66,23 +66,21 @@ class BatchLength:
         # Those whose frequencies depend on the length of batches, each with a copy on the host in which upstream's own code
         # decides, and keeps what it knows of earlier batches.
         self._by_length: list[tuple[nn.Module, nn.Module]] = []
+        #: Frequencies that change within a run, by their type, with the length up to which they do not.
+        self.rope_scaling: tuple[str, int] | None = None
         for model in models:
             for module in model.modules():
-                types = {layers: kind for layers, kind in _types_of(module).items() if _depends_on_length(kind)}
-                if not types:
+                unscaled = [
+                    (kind, _longest_unscaled(module, layers, kind))
+                    for layers, kind in _types_of(module).items()
+                    if _depends_on_length(kind)
+                ]
+                if not unscaled:
                     continue
                 self._ropes.append(module)
-                longest_unscaled = min(_longest_unscaled(module, layers, kind) for layers, kind in types.items())
-                if longest is None or longest > longest_unscaled:
+                if longest is None or longest > min(most for _, most in unscaled):
                     self._by_length.append((module, type(module)(module.config)))
-        #: A module whose frequencies change within a run, with the length up to which they do not.
-        self.rope_scaling: tuple[str, int] | None = None
-        if self._by_length:
-            module, _ = self._by_length[0]
-            layers, kind = next(
-                (layers, kind) for layers, kind in _types_of(module).items() if _depends_on_length(kind)
-            )
-            self.rope_scaling = kind, _longest_unscaled(module, layers, kind)
+                    self.rope_scaling = self.rope_scaling or unscaled[0]
         #: Whether anything asks for the length of a batch.
         self.asks = bool(self._by_length)
 
