@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -41,46 +40,34 @@ class LayerTraces:
         is_routed: bool = False,
     ):
         parent, name = place
-        self._recorder = _Recorder(parent._modules[name], backend)
-        self.refusal = self._record(model, parent, name, backend, dtype, is_routed)
-
-    def _record(
-        self,
-        model: PreTrainedModel,
-        parent: nn.Module,
-        name: str,
-        backend: Backend,
-        dtype: torch.dtype | None,
-        is_routed: bool,
-    ) -> str | None:
+        self._recorder = recorder = _Recorder(parent._modules[name], backend)
         takes = inspect.signature(model.forward).parameters
         if "input_ids" not in takes:
-            return f"{type(model).__name__} takes other inputs than text"
+            self.refusal: str | None = f"{type(model).__name__} takes other inputs than text"
+            return
         rows = torch.zeros((backend.num_chips, _LENGTH), dtype=torch.int64, device=backend.device)
         settings = {"use_cache": False, **({"output_router_logits": True} if is_routed else {})}
         inputs = {"input_ids": rows, **{name: value for name, value in settings.items() if name in takes}}
-        layers, parent._modules[name] = parent._modules[name], self._recorder
+        layers, parent._modules[name] = parent._modules[name], recorder
         try:
-            with ExitStack() as contexts:
-                for context in (
-                    torch.no_grad(),
-                    # Nothing that is drawn here changes what is drawn later.
-                    torch.random.fork_rng(devices=[]),
-                    RandomNumbers(self._recorder.seed),
-                    without_kernels(backend),
-                    static_masks(),
-                    backend.autocast(dtype),
-                ):
-                    contexts.enter_context(context)
+            with (
+                torch.no_grad(),
+                # Nothing that is drawn here changes what is drawn later.
+                torch.random.fork_rng(devices=[]),
+                RandomNumbers(recorder.seed),
+                without_kernels(backend),
+                static_masks(),
+                backend.autocast(dtype),
+            ):
                 model(**inputs)
+            self.refusal = recorder.refusal or "the model does not call all of its layers, one after the other"
         except _LayersDone:
-            return self._recorder.refusal
+            self.refusal = recorder.refusal
         except Exception as error:
             # Code of any family, which may need more inputs than these: layers are unrolled then, and the run goes on.
-            return f"{type(model).__name__} cannot be traced with text alone ({type(error).__name__}: {error})"
+            self.refusal = f"{type(model).__name__} cannot be traced with text alone ({type(error).__name__}: {error})"
         finally:
             parent._modules[name] = layers
-        return self._recorder.refusal or "the model does not call all of its layers, one after the other"
 
     def why_differs(self, earlier: int, number: int) -> str | None:
         """How the function that a layer is differs from that of an earlier one, its parameters aside."""
