@@ -220,7 +220,9 @@ def _predict_rows(bytes_of_rows: dict[int, int], limit: int) -> int | None:
     if more <= less:
         return None
     # A little less than the line says: programs of other sizes are put together a little differently.
-    return few + math.floor((_MARGIN * limit - less) / (more - less) * (many - few))
+    rows = few + math.floor((_MARGIN * limit - less) / (more - less) * (many - few))
+    # As a person would choose it, where that is within what the largest is known to.
+    return rows if rows < 100 else rows - rows % 8
 
 
 def _is_better(other: Trial, trial: Trial) -> bool:
