@@ -11,8 +11,9 @@ from functools import partial, wraps
 from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
+import parts
 import torch
-from parts import ADAPTERS, ATTENTION, HEAD, LAYER, OPTIMIZER, ROPE_AND_NORMS, VISION, scope_of
+from parts import ADAPTERS, ATTENTION, HEAD, LAYER, OPTIMIZER, ROPE_AND_NORMS, VISION
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -69,7 +70,7 @@ class Parts:
         if self._open and self._open[-1][0] == VISION:
             part = VISION
         number = torch.autograd._get_sequence_nr()
-        self._open.append((part, module, number, self._name_operations(scope_of(part))))
+        self._open.append((part, module, number, self._name_operations(parts.scope_of(part))))
 
     def _end(self, made: Any) -> None:
         part, _, first, _ = self._open.pop()
@@ -132,11 +133,14 @@ def main() -> int:
     from hf_tpu_ext.cli.main import main as run
     from hf_tpu_ext.plan import trace
     from hf_tpu_ext.step.optimizer import LazyAdamW
+    from hf_tpu_ext.trainers.run.user_code import find_own_code
 
     class NamedTracing(trace.TracingMixin):
         def train(self, *args, **kwargs) -> None:
             self.parts = Parts()
             with self.parts.noted():
+                # With a user's code, layers would be unrolled: another program than that of a run.
+                assert (own_code := find_own_code(self, [self.model])) is None, own_code
                 super().train(*args, **kwargs)
 
         def create_optimizer(self, model=None):
