@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from subprocess import TimeoutExpired
+from typing import Any
 
 from ..errors import UserError
 from ..importing import without_garbage_collection
@@ -17,6 +18,8 @@ from .recipe_parser import RecipeParser
 
 # What launchers set in the processes that they start, as accelerate reads it.
 _OF_LAUNCHERS = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+#: Set in processes whose mistakes the one that has started them tells.
+LAUNCHER_TELLS = "HF_TPU_EXT_LAUNCHER_TELLS"
 # That processes have when they are told to stop.
 _SECONDS_TO_SAVE = 600
 
@@ -151,10 +154,14 @@ def _status_of(run: Callable[[], None]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    # It would say in its words what is said here.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    os.environ[LAUNCHER_TELLS] = "1"
     try:
         with _time_to_save() as ended_with:
             run()
     except ChildFailedError as error:
+        _tell_failure(error.get_first_failure()[1])
         return _choose_status({failure.exitcode for failure in error.failures.values()}, os.EX_SOFTWARE)
     except CalledProcessError as error:
         return error.returncode
@@ -162,6 +169,20 @@ def _status_of(run: Callable[[], None]) -> int:
         # They have been told as well. One that had not begun to train has saved nothing.
         return _choose_status(ended_with, 128 + error.sigval)
     return 0
+
+
+def tell_mistake(message: str) -> None:
+    """Print what a person has to change."""
+    print(f"hf-tpu: error: {message}\n(HF_TPU_EXT_TRACEBACK=1 shows where)", file=sys.stderr)
+
+
+def _tell_failure(failure: Any) -> None:
+    """Print why the first of several processes has ended, by its `ProcessFailure`, where the process itself has not."""
+    if failure.exitcode < 0:
+        print(f"Process {failure.local_rank} was killed by {failure.signal_name()}.", file=sys.stderr)
+    elif isinstance(failure.message, dict):
+        # As PyTorch writes it, after the name of the error's class.
+        tell_mistake(failure.message["message"].partition(": ")[2])
 
 
 def _choose_status(codes: set[int], otherwise: int) -> int:

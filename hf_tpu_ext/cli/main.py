@@ -14,6 +14,7 @@ from pathlib import Path
 from .. import __version__
 from ..errors import SaveError, UserError
 from . import cache_teacher, doctor, export, init, plan, prepare, report, warmup
+from .launch import LAUNCHER_TELLS, tell_mistake
 from .recipe import with_underscores
 from .trl_scripts import SCRIPTS
 
@@ -69,7 +70,13 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         if os.environ.get("HF_TPU_EXT_TRACEBACK") == "1" or not _is_for_users(error, argv):
             raise
-        print(f"hf-tpu: error: {error}\n(HF_TPU_EXT_TRACEBACK=1 shows where)", file=sys.stderr)
+        if LAUNCHER_TELLS in os.environ and "TORCHELASTIC_ERROR_FILE" in os.environ:
+            # Others find the same mistake. Whoever has started them tells it once.
+            from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
+
+            ErrorHandler().record_exception(error)
+        else:
+            tell_mistake(str(error))
         return 2
 
 

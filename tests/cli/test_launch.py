@@ -78,14 +78,15 @@ def start(launched, tmp_path):
     return start
 
 
-def test_status_where_all_processes_were_killed(monkeypatch, start):
+def test_status_where_all_processes_were_killed(monkeypatch, start, capfd):
     """No answer of a command has it."""
 
     def killed(args):
-        raise ChildFailedError("a launcher", {0: ProcessFailure(0, 1, -signal.SIGKILL, "no file")})
+        raise ChildFailedError("a launcher", {1: ProcessFailure(1, 1, -signal.SIGKILL, "no file")})
 
     monkeypatch.setattr(accelerate_launch, "launch_command", killed)
     assert start("multi_gpu: true\nnum_processes: 2")[0] == os.EX_SOFTWARE
+    assert "Process 1 was killed by SIGKILL." in capfd.readouterr().err
 
 
 def test_processes_that_were_killed(monkeypatch, start, tmp_path, capfd):

@@ -190,6 +190,14 @@ def test_a_mistake_is_told_before_processes_are_started(directory):
 
 
 @pytest.mark.slow
+def test_a_mistake_that_each_process_finds_is_told_once(directory):
+    options = write(directory, "other_split", dataset_train_split="trian")
+    result = run([BIN / "hf-tpu", "sft", *options, *TWO], directory, status=2)
+    assert result.stderr.count("The dataset has no split 'trian'") == 1
+    assert "Traceback" not in result.stderr and "exitcode" not in result.stderr
+
+
+@pytest.mark.slow
 def test_a_command_that_is_told_to_stop_saves_once_and_goes_on_in_one_process(directory):
     options = write(directory, "told", use_peft=False, max_steps=400, save_strategy="steps", save_steps=1000)
     env = {**os.environ, "HF_TPU_EXT": "1", "OMP_NUM_THREADS": "1"}
