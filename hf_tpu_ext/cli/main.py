@@ -3,6 +3,7 @@
 import argparse
 import errno
 import io
+import logging
 import os
 import re
 import sys
@@ -11,8 +12,11 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
+from tqdm.contrib.logging import logging_redirect_tqdm
+
 from .. import __version__
 from ..errors import SaveError, UserError
+from ..temporarily import temporarily
 from . import cache_teacher, doctor, export, init, plan, prepare, report, warmup
 from .launch import LAUNCHER_TELLS, tell_mistake
 from .recipe import with_underscores
@@ -95,8 +99,11 @@ def command() -> int:
     if sys.argv[1:2] in (["prepare"], ["export"]):
         # They compute on the host. torch_xla warns, when it is imported, that it chooses by itself.
         os.environ.setdefault("PJRT_DEVICE", "CPU")
+    logger = logging.getLogger("hf_tpu_ext")
     try:
-        return main()
+        # Lines stand above a progress bar, and without the prefix that they have once a library configures logging.
+        with temporarily(logger, handlers=[logging.StreamHandler()], propagate=False), logging_redirect_tqdm([logger]):
+            return main()
     except Exception:
         traceback.print_exc()
         return os.EX_SOFTWARE

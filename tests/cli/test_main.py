@@ -1,5 +1,6 @@
 """The `hf-tpu` command: help, exit status and what a person sees of an error."""
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -202,3 +203,13 @@ def test_a_file_has_each_line_when_it_is_written():
     program = "import sys; from hf_tpu_ext.cli import main as cli; cli.main = lambda: sys.stdout.line_buffering; print(cli.command())"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.stdout == "True\n", result.stderr
+
+
+def test_lines_of_the_package_have_no_prefix(monkeypatch, capfd):
+    """A library has configured logging, as torch_xla does with its first warning."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler()])
+    logging.getLogger().handlers[0].setFormatter(logging.Formatter("WARNING:%(message)s"))
+    monkeypatch.setattr(cli, "main", lambda: logging.getLogger("hf_tpu_ext.watch").warning("a line"))
+    cli.command()
+    assert capfd.readouterr().err.strip() == "a line"
+    assert logging.getLogger("hf_tpu_ext").propagate
