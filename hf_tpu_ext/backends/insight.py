@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ class SourceLine:
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of a program."""
+    """An operation of a program. Operations are the same whatever their operator and line, which are not recorded at every step."""
 
     #: What it does, e.g. `"constant"`.
     name: str
@@ -28,9 +28,9 @@ class Operation:
     #: What else makes it what it is: the number of a constant, the bounds of a slice.
     details: str
     #: The PyTorch operator that it is a part of, e.g. `"aten::mul"`.
-    operator: str
+    operator: str = field(compare=False)
     #: The line of Python that recorded it, where it is known.
-    place: SourceLine | None = None
+    place: SourceLine | None = field(default=None, compare=False)
 
 
 #: Lists the operations of a recorded program, in their order.

@@ -26,10 +26,8 @@ class Loops:
             body (`Callable`):
                 Called as `body(carry, entries)` with tuples of tensors. Returns what is carried on, of the same shapes and
                 dtypes, and the iteration's results.
-            carry (`tuple[torch.Tensor, ...]`):
-                What the first iteration gets.
-            tensors (`tuple[torch.Tensor, ...]` of shapes `(iterations, ...)`):
-                What to go through.
+            carry (`tuple[torch.Tensor, ...]`): What the first iteration gets.
+            tensors (`tuple[torch.Tensor, ...]` of shapes `(iterations, ...)`): What to go through.
             reverse (`bool`, *optional*, defaults to `False`):
                 Whether to begin with the last entry. The results are in the order of the entries all the same.
             until (`bool`, *optional*, defaults to `False`):
@@ -69,18 +67,13 @@ class Loops:
             body (`Callable`):
                 Called as `body(carry, rows)`. Returns what is carried on, what is put into the same row of `into`, and the
                 iteration's results.
-            carry (`tuple`):
-                What the first iteration gets.
-            tensors (`tuple[torch.Tensor, ...]` of shapes `(rows, ...)`):
-                What to go through.
-            row (`torch.Tensor` of shape `()`, int32):
-                The first row, on the device.
-            count (`int`):
-                How many rows.
+            carry (`tuple`): What the first iteration gets.
+            tensors (`tuple[torch.Tensor, ...]` of shapes `(rows, ...)`): What to go through.
+            row (`torch.Tensor` of shape `()`, int32): The first row, on the device.
+            count (`int`): How many rows.
             into (`tuple[torch.Tensor, ...]` of shapes `(rows, ...)`, *optional*):
                 Not to be used afterwards, but what is returned.
-            reverse (`bool`, *optional*, defaults to `False`):
-                Whether the rows are `row`, `row - 1` and so on.
+            reverse (`bool`, *optional*, defaults to `False`): Whether the rows are `row`, `row - 1` and so on.
 
         Returns:
             `tuple`: What the last iteration carried on, the row after it, `into`, and the results of all, stacked in their order.

@@ -25,24 +25,16 @@ class SplashAttention:
     Attention of a shape, by jax's kernel for TPU.
 
     Args:
-        rows (`int`):
-            Rows of the batch on a chip.
-        heads (`int`), kv_heads (`int`):
-            Heads of the queries, and of keys and values.
-        length (`int`):
-            Tokens of a row. Lengths that are no multiple of 128 are padded within the kernel's program.
-        head_dim (`int`):
-            Width of a head.
-        dtype (`str`):
-            Of queries, keys and values: `"bfloat16"` or `"float32"`. Scores are float32.
-        window (`int`, *optional*):
-            How many tokens a token sees, itself included. Default: all before it.
-        soft_cap (`float`, *optional*):
-            Scores are `soft_cap * tanh(scores / soft_cap)`.
+        rows (`int`): Rows of the batch on a chip.
+        heads (`int`), kv_heads (`int`): Heads of the queries, and of keys and values.
+        length (`int`): Tokens of a row. Lengths that are no multiple of 128 are padded within the kernel's program.
+        head_dim (`int`): Width of a head.
+        dtype (`str`): Of queries, keys and values: `"bfloat16"` or `"float32"`. Scores are float32.
+        window (`int`, *optional*): How many tokens a token sees, itself included. Default: all before it.
+        soft_cap (`float`, *optional*): Scores are `soft_cap * tanh(scores / soft_cap)`.
         causal (`bool`, *optional*, defaults to `True`):
             Whether a token sees those before it only, and itself. Else there is no window.
-        platform (`str`, *optional*, defaults to `"tpu"`):
-            `"cpu"` is the same kernel, interpreted.
+        platform (`str`, *optional*, defaults to `"tpu"`): `"cpu"` is the same kernel, interpreted.
     """
 
     rows: int

@@ -39,18 +39,13 @@ class ProgramEvent:
     A program that was compiled.
 
     Args:
-        step (`int`, *optional*):
-            Optimizer step under way, from 1; `None` before the first.
+        step (`int`, *optional*): Optimizer step under way, from 1; `None` before the first.
         kind (`str`):
             What it does, e.g. `"training step"`; `"other graph"` is of a log, of samples or of the state of the optimizer.
-        shape (`tuple[int, ...]`):
-            Shape of its batch; empty where it has none.
-        seconds (`float`):
-            Seconds that its compiling, or its loading, took.
-        compiled (`bool`):
-            Whether it was compiled. Otherwise it was loaded from the compilation cache.
-        cause (`str`, *optional*):
-            Why it was compiled again; `None` for the first of its kind and shape.
+        shape (`tuple[int, ...]`): Shape of its batch; empty where it has none.
+        seconds (`float`): Seconds that its compiling, or its loading, took.
+        compiled (`bool`): Whether it was compiled. Otherwise it was loaded from the compilation cache.
+        cause (`str`, *optional*): Why it was compiled again; `None` for the first of its kind and shape.
     """
 
     step: int | None
@@ -95,12 +90,9 @@ class ProgramWatch:
     parameters, the settings or the optimizer, the operations of the next steps' programs are compared.
 
     Args:
-        backend ([`Backend`]):
-            The backend in use.
-        find_dependencies (`Callable[[], Dependencies]`):
-            Tells what the step under way depends on.
-        quiet (`bool`, *optional*, defaults to `False`):
-            Whether to tell of no first compilation.
+        backend ([`Backend`]): The backend in use.
+        find_dependencies (`Callable[[], Dependencies]`): Tells what the step under way depends on.
+        quiet (`bool`, *optional*, defaults to `False`): Whether to tell of no first compilation.
         bars (`bool`, *optional*, defaults to `True`):
             Whether there are progress bars. Without them, only first compilations are told of that take long.
         find_batch_source (`Callable[[], str]`, *optional*):
@@ -111,8 +103,7 @@ class ProgramWatch:
             Names code of the user's that runs within a step; empty where there is none.
         find_results (`Callable[[], list[torch.Tensor]]`, *optional*):
             Lists tensors that the program about to end computes; none if it is not one of training.
-        max_recompiles (`int`, *optional*):
-            How many programs may be compiled again.
+        max_recompiles (`int`, *optional*): How many programs may be compiled again.
     """
 
     def __init__(
@@ -224,8 +215,13 @@ class ProgramWatch:
             seconds = self._note_event(kind, shape, cause)
             again = f"recompilation of the {kind} for batches of {format_size(shape)} ({seconds:.1f} s)"
             self._warn(history, f"{where}: {again}", cause)
-        elif history.open_event is not None and operations is not None:
-            self._explain_later(kind, history, operations)
+        elif history.open_event is not None and (cause := history.compare(operations)) is not None:
+            # The program that ran again is compared with the one that was recompiled.
+            index, history.open_event = history.open_event, None
+            event = self.events[index] = replace(self.events[index], cause=cause.what)
+            logger.warning(
+                f"step {event.step}: cause of the recompilation of the {kind}: {cause.what}. {cause.advice}"
+            )
         if operations is not None:
             history.operations = operations
         return program
@@ -297,10 +293,7 @@ class ProgramWatch:
             nearest = min(reversed(history.dependencies), key=partial(count_differences, dependencies))
             cause = compare_dependencies(nearest, dependencies, self._find_batch_source())
         change = None if history.find_change is None else history.find_change()
-        causes = [
-            None if change is None else cause_of(change),
-            history.compare(operations),
-        ]
+        causes = [None if change is None else cause_of(change), history.compare(operations)]
         cause = next(filter(None, [cause, *(causes if history.is_stable else reversed(causes))]), None)
         if cause is None:
             self._compare = _COMPARED_STEPS
@@ -312,15 +305,6 @@ class ProgramWatch:
                 "The next graphs are compared to find it.",
             )
         return cause
-
-    def _explain_later(self, kind: str, history: _ProgramHistory, operations: Listing) -> None:
-        """Compare a step that runs what was compiled again with the one before."""
-        cause = history.compare(operations)
-        if cause is None:
-            return
-        index, history.open_event = history.open_event, None
-        event = self.events[index] = replace(self.events[index], cause=cause.what)
-        logger.warning(f"step {event.step}: cause of the recompilation of the {kind}: {cause.what}. {cause.advice}")
 
     # ---- Words and counts ----
 

@@ -103,7 +103,7 @@ def compare_operations(before: Sequence[Operation], after: Sequence[Operation]) 
     """The first operation in which a program and one that was compiled again differ; `None` if none does."""
     # The order is that in which results need one another, so what follows from a difference comes after it.
     pairs = list(zip_longest(before, after))
-    index = next((i for i, pair in enumerate(pairs) if None in pair or _differ(*pair)), None)
+    index = next((index for index, (old, new) in enumerate(pairs) if old != new), None)
     if index is None:
         return None
     old, new = pairs[index]
@@ -135,11 +135,6 @@ def compare_operations(before: Sequence[Operation], after: Sequence[Operation]) 
         f"{words}{where}",
         "Run the same operators at every step: instead of branching, multiply by a 0 or 1 sent as a tensor.",
     )
-
-
-def _differ(operation: Operation, other: Operation) -> bool:
-    # Not by line and operator, which are not recorded at every step.
-    return (operation.name, operation.shape, operation.details) != (other.name, other.shape, other.details)
 
 
 def _number(operation: Operation) -> str:

@@ -156,7 +156,12 @@ class SyncMonitor(TrainerCallback):
         if self._finder is not None:
             self._end_search(state.global_step)
         if state.is_world_process_zero:
-            self._say_at_end(state.global_step)
+            if (line := self._watch.describe()) is not None:
+                tqdm.write(line)
+            if self.syncs:
+                reads, step = self._backend.insight.stray_reads() - self._first_reads, state.global_step
+                what = "; ".join(self.describe())
+                tqdm.write(f"Device-to-host syncs outside of logs: {reads} until step {step}. {what}")
         self.close()
 
     def close(self) -> None:
@@ -193,15 +198,6 @@ class SyncMonitor(TrainerCallback):
                     f"Steps {finder.step + 1} to {step}: {_describe(read)}, {times} in {steps} steps. {_advise(read)}"
                 )
             self.syncs[read] = count / steps
-
-    def _say_at_end(self, step: int) -> None:
-        if (line := self._watch.describe()) is not None:
-            tqdm.write(line)
-        if self.syncs:
-            reads = self._backend.insight.stray_reads() - self._first_reads
-            tqdm.write(
-                f"Device-to-host syncs outside of logs: {reads} until step {step}. {'; '.join(self.describe())}"
-            )
 
     def describe(self) -> list[str]:
         """What has read the device outside of logs, each place in words."""

@@ -15,7 +15,6 @@ from trl import GRPOConfig, RLOOConfig
 
 from hf_tpu_ext import TPUGRPOConfig, TPUGRPOTrainer, TPURLOOTrainer
 from hf_tpu_ext.trainers.online.arguments import count_rows_of_chips
-from hf_tpu_ext.trainers.online.checks import check_rollouts
 
 
 @pytest.fixture(scope="session")
@@ -56,8 +55,8 @@ def test_before_a_model_is_loaded(xla, runs, settings, given, words):
 def test_the_tokenizer_of_a_processor_is_taken(runs):
     processor = _Processor()
     processor.tokenizer = runs.tokenizer
-    check = lambda processing_class: check_rollouts(  # noqa: E731
-        {"args": runs.config(), "processing_class": processing_class}, "GRPOTrainer"
+    check = lambda processing_class: TPUGRPOTrainer.check_trainer_kwargs(  # noqa: E731
+        {"args": runs.config(), "processing_class": processing_class}
     )
     refused(["_Processor", "prepares images", "processing_class=processor.tokenizer"], lambda: check(processor))
     check(processing_class=processor.tokenizer)

@@ -19,7 +19,7 @@ from rollouts import trainer_for as rollout_trainer_for
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl import GRPOConfig
 
-from hf_tpu_ext import TPUDPOConfig, TPUDPOTrainer, TPUSFTConfig
+from hf_tpu_ext import TPUDPOConfig, TPUDPOTrainer, TPUGRPOTrainer, TPUSFTConfig
 from hf_tpu_ext.errors import UserError
 from hf_tpu_ext.quantization.trained_for import QUANTIZATION_FILE, TrainedFor
 from hf_tpu_ext.trainers.checkpoint.base_record import BASE_FILE, find_differences
@@ -32,7 +32,6 @@ from hf_tpu_ext.trainers.checks.preferences import check_preferences
 from hf_tpu_ext.trainers.checks.settings import check_architecture
 from hf_tpu_ext.trainers.checks.upstream import check_reference
 from hf_tpu_ext.trainers.online.checkpoints import RolloutCheckpoints
-from hf_tpu_ext.trainers.online.checks import check_rollouts
 from hf_tpu_ext.trainers.run.chips import Chips
 
 
@@ -174,7 +173,7 @@ def test_columns_of_images():
 
 def test_columns_of_prompts(runs):
     def check(dataset):
-        check_rollouts({"args": runs.config(), "train_dataset": dataset}, "GRPOTrainer")
+        TPUGRPOTrainer.check_trainer_kwargs({"args": runs.config(), "train_dataset": dataset})
 
     dataset = Dataset.from_dict({"question": ["a"]})
     check(eval(expression(refusal(check, {"dataset": dataset})), {"dataset": dataset}))

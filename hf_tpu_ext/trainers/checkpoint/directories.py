@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -80,7 +80,7 @@ def set_aside(
     moved_record = record if is_foreign or (writes_record and not is_record(run_dir / RECORD_NAME)) else []
     if not others and not moved_record:
         return
-    aside = next_aside(run_dir)
+    aside = move_aside(run_dir, [*others, *moved_record])
     text = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]}"
     begins = "begins anew" if resumed_from is None else f"goes on from {resumed_from}"
     if not others:
@@ -93,10 +93,6 @@ def set_aside(
     if others and not took_newest:
         go_on = f" To go on with one of them, stop this run and set resume_from_checkpoint={str(aside / names[-1])!r}."
     logger.warning(f"{what}. They are moved to {aside}, where nothing deletes them.{go_on}")
-    aside.mkdir()
-    for path in [*others, *moved_record]:
-        os.rename(path, aside / path.name)
-    sync_directory(run_dir)
 
 
 def checkpoints_aside(run_dir: str | Path) -> list[Path]:
@@ -104,11 +100,15 @@ def checkpoints_aside(run_dir: str | Path) -> list[Path]:
     return [path for path in Path(run_dir).glob(f"{_ASIDE}-*/{PREFIX_CHECKPOINT_DIR}-*") if path.is_dir()]
 
 
-def next_aside(run_dir: Path) -> Path:
-    """A directory that is not there yet, for what is moved out of a run's way."""
+def move_aside(directory: Path, paths: Iterable[Path]) -> Path:
+    """Move what is in the way of a run, or of a model, to a directory that was not there yet, and return that."""
     number = 1
-    while os.path.lexists(aside := run_dir / f"{_ASIDE}-{number}"):
+    while os.path.lexists(aside := directory / f"{_ASIDE}-{number}"):
         number += 1
+    aside.mkdir()
+    for path in paths:
+        os.rename(path, aside / path.name)
+    sync_directory(directory)
     return aside
 
 
@@ -162,7 +162,15 @@ def leaving_no_empty_dir(output_dir: str) -> Iterator[None]:
     path = Path(output_dir)
     new_directories = [directory for directory in (path, *path.parents) if not directory.exists()]
     try:
-        _check_output_dir(output_dir)
+        try:
+            os.makedirs(output_dir, exist_ok=True)
+            with tempfile.TemporaryFile(dir=output_dir):
+                pass
+        except OSError as error:
+            raise UserError(
+                f"output_dir={output_dir!r} cannot be written to ({error.strerror}). Set output_dir to a directory that you "
+                "may write to."
+            ) from error
         yield
     except BaseException:
         # The deepest is the first.
@@ -170,15 +178,3 @@ def leaving_no_empty_dir(output_dir: str) -> Iterator[None]:
             for directory in new_directories:
                 directory.rmdir()
         raise
-
-
-def _check_output_dir(output_dir: str) -> None:
-    try:
-        os.makedirs(output_dir, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output_dir):
-            pass
-    except OSError as error:
-        raise UserError(
-            f"output_dir={output_dir!r} cannot be written to ({error.strerror}). Set output_dir to a directory that you "
-            "may write to."
-        ) from error

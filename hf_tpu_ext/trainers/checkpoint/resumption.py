@@ -5,7 +5,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -59,34 +58,6 @@ class Resumption(TrainerCallback):
         self.epoch_rng_state = torch.get_rng_state().numpy().tobytes().hex()
 
 
-def compare_rows(dataset: Any, checkpoint: str, before: int | None) -> None:
-    """Say that `train_dataset` has another number of rows than when a checkpoint was written, where both are known."""
-    if before is not None and has_length(dataset) and len(dataset) != before:
-        logger.warning(
-            f"train_dataset had {before} rows when {checkpoint} was written, and has {len(dataset)} now. The run goes on at the "
-            "same step, in another order of the rows: some may be trained on twice in this epoch, and others not at all. To go "
-            "on as before, pass the same rows; to train on all of the new ones, begin a new run from the weights, without "
-            "resume_from_checkpoint."
-        )
-
-
-@contextmanager
-def refusing_other_sizes(checkpoint: str) -> Iterator[None]:
-    """Context in which weights of a checkpoint are loaded. A [`UserError`] says that they are of a model of other sizes."""
-    try:
-        yield
-    except RuntimeError as error:
-        match = _OTHER_SHAPE.search(str(error))
-        if match is None:
-            raise
-        name, saved_shape, own_shape = match.groups()
-        raise UserError(
-            f"{checkpoint} is of another model than this run trains: {name} has the shape {saved_shape} there and {own_shape} here. Load the "
-            "model of the run that wrote it, with the same adapter (lora_*), or leave resume_from_checkpoint out to begin a new "
-            "run, best with another output_dir."
-        ) from error
-
-
 class ResumptionMixin:
     """
     The part of [`TPUTrainerMixin`] that resumes a run, on every backend. An evaluation that was due when it was stopped is made up for.
@@ -116,8 +87,14 @@ class ResumptionMixin:
             if self.args.per_device_train_batch_size != rows:
                 self._train_batch_size = self.args.train_batch_size
             self.load_metrics_state(state)
-            if self.args.should_save:
-                compare_rows(self.train_dataset, checkpoint, state.get("train_rows"))
+            before, dataset = state.get("train_rows"), self.train_dataset
+            if self.args.should_save and before is not None and has_length(dataset) and len(dataset) != before:
+                logger.warning(
+                    f"train_dataset had {before} rows when {checkpoint} was written, and has {len(dataset)} now. The run goes on at "
+                    "the same step, in another order of the rows: some may be trained on twice in this epoch, and others not at "
+                    "all. To go on as before, pass the same rows; to train on all of the new ones, begin a new run from the "
+                    "weights, without resume_from_checkpoint."
+                )
         return checkpoint
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -167,11 +144,21 @@ class ResumptionMixin:
             )
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
-        with self._loading_weights(), refusing_other_sizes(resume_from_checkpoint):
-            if self._loads_other_weights:
-                load_other_weights(self.model, resume_from_checkpoint)
-            else:
-                super()._load_from_checkpoint(resume_from_checkpoint, model)
+        try:
+            with self._loading_weights():
+                if self._loads_other_weights:
+                    load_other_weights(self.model, resume_from_checkpoint)
+                else:
+                    super()._load_from_checkpoint(resume_from_checkpoint, model)
+        except RuntimeError as error:
+            if (match := _OTHER_SHAPE.search(str(error))) is None:
+                raise
+            name, saved_shape, own_shape = match.groups()
+            raise UserError(
+                f"{resume_from_checkpoint} is of another model than this run trains: {name} has the shape {saved_shape} there and "
+                f"{own_shape} here. Load the model of the run that wrote it, with the same adapter (lora_*), or leave "
+                "resume_from_checkpoint out to begin a new run, best with another output_dir."
+            ) from error
 
     def _load_best_model(self) -> None:
         if self.backend.unknown_upstream:

@@ -15,7 +15,7 @@ from ...formatting import format_bytes
 from ...quantization.trained_for import QUANTIZATION_FILE
 from .average_file import EMA_FILE, is_average
 from .base_record import BASE_FILE
-from .directories import next_aside
+from .directories import move_aside
 from .run_lock import lock
 
 
@@ -70,28 +70,20 @@ def _move(source: Path, directory: Path) -> None:
         for path in directory.iterdir():
             if _WEIGHTS.fullmatch(path.name) and path.name not in names:
                 path.unlink()
+    # Files of an earlier model would be taken for those of the new one: upstream loads an adapter first.
     is_model_over_adapter = ADAPTER_CONFIG_NAME not in names and (directory / ADAPTER_CONFIG_NAME).is_file()
-    _set_aside(directory, {QUANTIZATION_FILE, *(_OF_ADAPTER if is_model_over_adapter else ())} - names)
+    of_earlier = {QUANTIZATION_FILE, *(_OF_ADAPTER if is_model_over_adapter else ())} - names
+    if stale := [directory / name for name in sorted(of_earlier) if (directory / name).is_file()]:
+        aside = move_aside(directory, stale)
+        logger.warning(
+            f"{directory} holds {', '.join(path.name for path in stale)} of an earlier model, not of the one that is saved there "
+            f"now. They are moved to {aside}, where nothing deletes them."
+        )
     average = directory / EMA_FILE
     if EMA_FILE not in names and average.is_file() and is_average(average):
         # Of an earlier model.
         average.unlink()
     sync_directory(directory)
-
-
-def _set_aside(directory: Path, names: set[str]) -> None:
-    """Move files of an earlier model, which would be taken for those of the new one: upstream loads an adapter first."""
-    stale = [directory / name for name in sorted(names) if (directory / name).is_file()]
-    if not stale:
-        return
-    aside = next_aside(directory)
-    logger.warning(
-        f"{directory} holds {', '.join(path.name for path in stale)} of an earlier model, not of the one that is saved there "
-        f"now. They are moved to {aside}, where nothing deletes them."
-    )
-    aside.mkdir()
-    for path in stale:
-        os.rename(path, aside / path.name)
 
 
 def is_of_disk(error: Exception) -> bool:

@@ -170,7 +170,14 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
         partial = self._partial_dir / checkpoint.name
         try:
             super()._save_checkpoint(model, trial)
-            self._note_best(checkpoint)
+            # Upstream looks for the best beside the one that it writes.
+            if self.state.best_global_step:
+                best = checkpoint.with_name(f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
+                # On the disk of the first host there may be what others do not see.
+                processes = self.backend.processes
+                is_there = processes.index == 0 and (best == checkpoint or best.exists())
+                if processes.of_first("the best checkpoint", is_there):
+                    self.state.best_model_checkpoint = str(best)
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 self.state.save_to_json(str(partial / TRAINER_STATE_NAME))
@@ -206,15 +213,6 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
             on = f"{self.backend.device_name}, {count(chips, kind_of_device(self.backend.name))}"
             card.text += f"\n\nTrained with hf_tpu_ext {__version__} on {on}{report}.\n{in_card(path.parent)}"
             card.save(path)
-
-    def _note_best(self, checkpoint: Path) -> None:
-        # Upstream looks for it beside the one that it writes.
-        if self.state.best_global_step:
-            best = checkpoint.with_name(f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
-            # On the disk of the first host there may be what others do not see.
-            first = self.backend.processes.index == 0
-            if self.backend.processes.of_first("the best checkpoint", first and (best == checkpoint or best.exists())):
-                self.state.best_model_checkpoint = str(best)
 
     def _not_saved(self, what: str, run_dir: Path, error: Exception) -> SaveError:
         whole = next(

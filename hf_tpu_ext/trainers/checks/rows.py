@@ -33,10 +33,8 @@ def naming_rows(
     Args:
         datasets_by_name (`Mapping[str, Any]`):
             The datasets, by what to call them in a message. Those of other types than [`~datasets.Dataset`] are left out.
-        columns (`Sequence[str]`):
-            What tokens are made of; columns that a dataset does not have are left out.
-        prepare (`Callable`):
-            Makes tokens of some rows as upstream does.
+        columns (`Sequence[str]`): What tokens are made of; columns that a dataset does not have are left out.
+        prepare (`Callable`): Makes tokens of some rows as upstream does.
         needs_answer (`bool`, *optional*, defaults to `False`):
             Whether a conversation without a message of the assistant is something other, too.
     """

@@ -1,6 +1,6 @@
 """The entropy bonus of GRPO, whose coefficient may follow the entropy (`use_adaptive_entropy`)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -61,17 +61,14 @@ class EntropyBonusMixin:
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._entropy_sums is not None:
             if self.model.training:
-                self._add_entropy(inputs)
+                is_counted = inputs["completion_mask"].bool()
+                for mask in (inputs.get("tool_mask"), self._high_entropy):
+                    is_counted = is_counted if mask is None else is_counted & mask.bool()
+                entropy = torch.where(is_counted, self._entropies, torch.zeros_like(self._entropies)).sum()
+                self._entropy_sums.add(entropy=entropy, tokens=is_counted.sum())
             # A program that is replayed makes nothing else than its state.
             self._entropies = self._high_entropy = None
         return loss
-
-    def _add_entropy(self, inputs: Mapping[str, Tensor]) -> None:
-        is_counted = inputs["completion_mask"].bool()
-        for mask in (inputs.get("tool_mask"), self._high_entropy):
-            is_counted = is_counted if mask is None else is_counted & mask.bool()
-        entropy = torch.where(is_counted, self._entropies, torch.zeros_like(self._entropies)).sum()
-        self._entropy_sums.add(entropy=entropy, tokens=is_counted.sum())
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
         result = super()._get_per_token_logps_and_entropies(*args, **kwargs)

@@ -96,19 +96,16 @@ def _check(rewards: Any, name: str, kwargs: dict[str, Any]) -> Sequence[Any]:
         )
     rewards = list(rewards)
     for row, reward in enumerate(rewards[:rows]):
-        if reward is not None and not _is_finite(reward):
+        try:
+            is_allowed = reward is None or math.isfinite(reward)
+        except (TypeError, ValueError):
+            is_allowed = False
+        if not is_allowed:
             raise UserError(
                 f"The reward function '{name}' returned {format_value(reward)}, which is no finite number. "
                 f"{_describe_row(row, kwargs)} Return a number, or None where a completion has no reward."
             )
     return rewards
-
-
-def _is_finite(reward: Any) -> bool:
-    try:
-        return math.isfinite(reward)
-    except (TypeError, ValueError):
-        return False
 
 
 class RewardsOnDevice(nn.Module):

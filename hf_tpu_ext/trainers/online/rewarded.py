@@ -12,7 +12,6 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ...backends.compiled_function import CompiledFunction
 from ...data import round_up_length
 from ...errors import UserError
 from ...generation.generator import are_in_groups
@@ -83,9 +82,8 @@ class RewardedMixin(RolloutMixin):
     def _why_not_shared(self, model: nn.Module) -> str | None:
         """Why a model is to read a prompt once for each of its completions, as a clause."""
         rows_at_once = self.num_generations * self.backend.num_chips
-        if (
-            reason := why_no_whole_prompts(self.args, self.num_generations, self._train_batch_size % rows_at_once)
-        ) is not None:
+        left_over = self._train_batch_size % rows_at_once
+        if (reason := why_no_whole_prompts(self.args, self.num_generations, left_over)) is not None:
             return reason
         # It may look at the rows of a batch.
         own_code = self.own_code_in_step("train" if self.model.training else "eval")
@@ -128,7 +126,13 @@ class RewardedMixin(RolloutMixin):
         rows_per_pass = rows_at_once or (self._train_batch_size if self.model.training else self.args.eval_batch_size)
         key = kind, model.training
         if (compiled := self.programs.of_run.get(key)) is None:
-            compiled = self.programs.of_run[key] = self._compile_pass(model, compute)
+
+            def compute_seeded(data: dict[str, dict[str, Tensor]]) -> Tensor:
+                with RandomNumbers(data["numbers"]["seed"]):
+                    return compute(data["batch"])
+
+            compiled = self.programs.compile(compute_seeded, [model], _METHODS, training=model.training)
+            self.programs.of_run[key] = compiled
         run = partial(self.programs.end, kind, f"step {self.programs.steps_done + 1}")
         rows, values = len(batch["input_ids"]), []
         for start in range(0, rows, rows_per_pass):
@@ -140,13 +144,6 @@ class RewardedMixin(RolloutMixin):
             with self.copies.not_made():
                 values.append(compiled(self._send_rows(part, rows_per_pass, seed, whole), run))
         return torch.cat(self.backend.fetch(values))[:rows]
-
-    def _compile_pass(self, model: nn.Module, compute: Callable[[dict[str, Tensor]], Tensor]) -> CompiledFunction:
-        def compute_seeded(data: dict[str, dict[str, Tensor]]) -> Tensor:
-            with RandomNumbers(data["numbers"]["seed"]):
-                return compute(data["batch"])
-
-        return self.programs.compile(compute_seeded, [model], _METHODS, training=model.training)
 
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, *args, **kwargs

@@ -8,7 +8,7 @@ import datasets
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import Trainer
+from transformers import ProcessorMixin, Trainer
 
 from ...data import round_up_length, validate_buckets
 from ...errors import UserError
@@ -21,7 +21,6 @@ from ..configs import ExtensionArguments
 from ..run.lengths import declare_lengths
 from ..run.text import TextGeneration
 from .checkpoints import OF_PROMPTS, RolloutCheckpoints
-from .checks import check_rollouts
 
 
 # Rows of a dataset that are tokenized at once.
@@ -50,8 +49,21 @@ class RolloutMixin(RolloutCheckpoints):
 
     @classmethod
     def check_trainer_kwargs(cls, trainer_kwargs: Mapping[str, Any]) -> None:
-        """Refuse (`ValueError`) what does not work on XLA, before a model is loaded."""
-        check_rollouts(trainer_kwargs, upstream_of(cls).__name__)
+        """Refuse (`ValueError`) what does not work in programs of static shape, before a model is loaded."""
+        upstream = upstream_of(cls).__name__
+        if isinstance(processor := trainer_kwargs.get("processing_class"), ProcessorMixin):
+            raise UserError(
+                f"processing_class is a {type(processor).__name__}, which prepares images. {upstream} trains on text on XLA. Pass its "
+                "tokenizer: processing_class=processor.tokenizer."
+            )
+        for name, dataset in named_datasets(trainer_kwargs).items():
+            is_known = isinstance(dataset, (datasets.Dataset, datasets.IterableDataset))
+            columns = dataset.column_names if is_known else None
+            if columns and "prompt" not in columns:
+                raise UserError(
+                    f"{name} has the columns {columns}, and {upstream} needs 'prompt': a text, or messages that end with the user's. "
+                    f"Rename a column: dataset.rename_column({columns[0]!r}, 'prompt')."
+                )
 
     def _declare_lengths(self) -> list[int]:
         most = vars(self.args).get("max_prompt_length")
@@ -105,11 +117,8 @@ class RolloutMixin(RolloutCheckpoints):
 
     def _tokenize_prompts(self, prompts: list):
         tokenize = super()._tokenize_prompts
-        with naming_rows(
-            named_datasets(vars(self)),
-            ("prompt",),
-            lambda dataset: tokenize(list(dataset["prompt"])),
-        ):
+        datasets_by_name = named_datasets(vars(self))
+        with naming_rows(datasets_by_name, ("prompt",), lambda dataset: tokenize(list(dataset["prompt"]))):
             return tokenize(prompts)
 
     def lengths_of_rows(self, dataset) -> list[int] | None:
@@ -265,20 +274,14 @@ class RolloutMixin(RolloutCheckpoints):
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         if not self.backend.static_shapes:
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        return self.generate_completions(prompt_ids)
-
-    def generate_completions(self, prompts: list[list[int]]) -> list[list[int]]:
-        """
-        Write a completion of each prompt, with the weights as they are: its tokens, up to and with the one that ends it. A prompt
-        is there as often as completions of it are wanted.
-        """
-        for row, prompt in enumerate(prompts):
+        # A prompt is there as often as completions of it are wanted.
+        for row, prompt in enumerate(prompt_ids):
             self._declared_for(len(prompt), f"The prompt of row {row} of a generation")
         of_process = self.generation_rows // self.backend.processes.row_shards
         rows = of_process if self.model.training else self.args.eval_batch_size
         # The last batch of an evaluation is the same program.
         copies = self.num_generations if self.model.training else 1
-        return self._text.generate(prompts, rows=rows, copies=copies).token_ids
+        return self._text.generate(prompt_ids, rows=rows, copies=copies).token_ids
 
     def _declared_for(self, tokens: int, what: str) -> int:
         """The length that prompts of so many tokens are padded to."""

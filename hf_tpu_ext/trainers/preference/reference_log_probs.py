@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset, concatenate_datasets
 from datasets.fingerprint import Hasher
 from peft import PeftModel
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
@@ -101,6 +101,14 @@ class ReferenceLogProbsMixin:
 
     def _write_missing(self, missing: dict[int, Path], dataset: Dataset, name: str, rows: int) -> None:
         cached_rows = len(dataset) - sum(_rows_of(path) for path in missing.values())
+        model = self.ref_model or self.model
+
+        def compute(data: dict[str, dict[Hashable, Tensor]]) -> tuple[Tensor | None, ...]:
+            with self.by_length.override_rope(), self.compute_loss_context_manager(), self.models_compiled():
+                log_probs = self.compute_ref_log_probs(model, self.by_length.take(data["batch"]))
+                self.by_length.forget()
+            return log_probs
+
         with (
             tqdm(
                 desc=f"Computing reference log probs for {name} dataset",
@@ -112,19 +120,10 @@ class ReferenceLogProbsMixin:
             self.frozen_in_bfloat16(),
             self.chips.split_activations(self.model),
         ):
-            compute = self._compile_reference(self.ref_model or self.model)
+            compiled = self.programs.compile(compute, [model], _METHODS, training=model.training)
             for start, path in missing.items():
                 part = dataset.select(range(start, start + _rows_of(path)))
-                self._write_log_probs(path, part, rows, compute, bar)
-
-    def _compile_reference(self, model: nn.Module) -> CompiledFunction:
-        def compute(data: dict[str, dict[Hashable, Tensor]]) -> tuple[Tensor | None, ...]:
-            with self.by_length.override_rope(), self.compute_loss_context_manager(), self.models_compiled():
-                log_probs = self.compute_ref_log_probs(model, self.by_length.take(data["batch"]))
-                self.by_length.forget()
-            return log_probs
-
-        return self.programs.compile(compute, [model], _METHODS, training=model.training)
+                self._write_log_probs(path, part, rows, compiled, bar)
 
     def _write_log_probs(self, path: Path, part: Dataset, rows: int, compute: CompiledFunction, bar: tqdm) -> None:
         loader = DataLoader(
