@@ -51,27 +51,21 @@ def check_output(output_dir: Path, overwrite: bool, sources: list[Path]) -> None
             f"--output_dir {output_dir} holds files that are no export (it has no {REPORT_FILE}), which are left alone. "
             "Give another directory."
         )
-    foreign = _not_of_export(output_dir)
-    if foreign:
+    try:
+        own_files = json.loads((output_dir / REPORT_FILE).read_text(encoding="utf-8"))["files"]
+    except (ValueError, KeyError):
+        # An export of an older version has no list of its files.
+        own_files = [REPORT_FILE]
+    if foreign := sorted({path.name for path in output_dir.iterdir()} - {*own_files}):
+        names = ", ".join(foreign[:5]) + ", ..." * (len(foreign) > 5)
         raise UserError(
-            f"--output_dir {output_dir} holds an export and files that it did not write: {foreign}. Move them away, or give "
+            f"--output_dir {output_dir} holds an export and files that it did not write: {names}. Move them away, or give "
             "another directory."
         )
     if not overwrite:
         raise UserError(
             f"--output_dir {output_dir} holds an export already. Add --overwrite, or give another directory."
         )
-
-
-def _not_of_export(directory: Path) -> str:
-    """Files in an earlier export that are not of it."""
-    try:
-        own_files = json.loads((directory / REPORT_FILE).read_text(encoding="utf-8"))["files"]
-    except (ValueError, KeyError):
-        # An export of an older version has no list of its files.
-        own_files = [REPORT_FILE]
-    foreign = sorted({path.name for path in directory.iterdir()} - {*own_files})
-    return ", ".join(foreign[:5]) + ", ..." * (len(foreign) > 5)
 
 
 @contextmanager

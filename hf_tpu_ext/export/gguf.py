@@ -82,7 +82,10 @@ def _write(source: Path, path: Path, name: str, trained_for: TrainedFor) -> GGUF
         if tensor.name in names:
             weight = torch.from_numpy(np.array(tensor.data))
             data, type_ = _pack(rounding, weight), kind
-            difference = max(difference, _difference(rounding, weight, quants.dequantize(data, kind)))
+            _, scales = rounding.quantize_weight(weight)
+            differences = (torch.from_numpy(quants.dequantize(data, kind)) - rounding.round_weight(weight)).abs()
+            shares = differences.unflatten(-1, (-1, _BLOCK)) / scales.abs().unsqueeze(-1)
+            difference = max(difference, shares.max().item())
         elif len(tensor.shape) > 1 and tensor.tensor_type == GGMLQuantizationType.F32:
             # As files of llama.cpp have what is not rounded.
             data, type_ = tensor.data.astype(np.float16), GGMLQuantizationType.F16
@@ -120,9 +123,3 @@ def _pack(rounding: Rounding, weight: torch.Tensor) -> np.ndarray:
         blocks = low | (high << 4)
     scales = scales.to(torch.float16).unsqueeze(-1).numpy()
     return np.concatenate([scales.view(np.uint8), blocks.view(np.uint8)], axis=-1).reshape(weight.shape[0], -1)
-
-
-def _difference(rounding: Rounding, weight: torch.Tensor, values: np.ndarray) -> float:
-    _, scales = rounding.quantize_weight(weight)
-    differences = (torch.from_numpy(values) - rounding.round_weight(weight)).abs().unflatten(-1, (-1, _BLOCK))
-    return (differences / scales.abs().unsqueeze(-1)).max().item()

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
 from .. import __version__
 from ..backends import select_backend
@@ -20,9 +21,9 @@ from ..errors import UserError
 from ..formatting import dtype_name
 from ..quantization.trained_for import TrainedFor
 from .files import REPORT_FILE, check_output, only_export_to, whole_directory
+from .models import BaseCheck, Source, open_source
 from .models import merge as merge_adapter
-from .models import open_source
-from .proof import ANSWERS, PROMPTS, Difference, answer, compare, judge, logits, preferences, tokenize
+from .proof import PROMPTS, Difference, Proof, judge
 from .quantized import check_installed, choose_quantization, write_quantized
 
 
@@ -138,15 +139,65 @@ def export_run(
     # Keeps transformers from an accelerator that it finds.
     select_backend("cpu")
     source = open_source(Path(run_dir), merge, base_model, ema)
+    form = _choose_form(source, dtype, quantize, group_size, scale)
+    name = "quantized" if form.quantization is not None else "merged" if merge else "converted"
+    output_dir = Path(output_dir or source.directory / f"{name}{'-ema' * ema}")
+    bar = tqdm(total=4, desc="reading what was trained", unit="phase", leave=False, disable=quiet)
+    with only_export_to(output_dir), bar:
+        check_output(output_dir, overwrite, [source.directory, *filter(Path.is_dir, [Path(source.base)])])
+        tokenizer = source.load_tokenizer()
+        model, base_check = source.load_trained(form.config, tokenizer)
+        _begin_phase(bar, "computing with the trained model")
+        # What is exported is what was trained: a model that rounds.
+        with form.quantization.fake_quantization(model).enable() if form.is_as_trained else nullcontext():
+            proof = Proof(model, tokenizer, prompts, rewards=form.auto_class is AutoModelForSequenceClassification)
+        training = None
+        if merge:
+            with model.disable_adapter():
+                training = proof.compare(proof.measure(model))
+            with warnings.catch_warnings():
+                # That embeddings are two weights now. The result says so.
+                warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied")
+                model = merge_adapter(model)
+        _begin_phase(bar, "writing")
+        was_tied, tied = form.config.tie_word_embeddings, model.config.tie_word_embeddings
+        known = dict(num_parameters=model.num_parameters(), tied=tied, untied=was_tied and not tied)
+        known |= dict(output_dir=str(output_dir), run_dir=str(run_dir), base=source.base if merge else None, ema=ema)
+        with whole_directory(output_dir) as partial:
+            if form.quantization is None:
+                model.to(DTYPES[form.dtype]).save_pretrained(partial)
+            else:
+                write_quantized(model, form.quantization, DTYPES[form.dtype], partial)
+            tokenizer.save_pretrained(partial)
+            del model
+            gc.collect()
+            _begin_phase(bar, "computing with what was written")
+            export = _compare_written(partial, form, proof, training, base_check, known)
+            _write_report(partial, export)
+    return export
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What is written: by which class, in which dtype, linear layers rounded to what, and whether that is what they were trained for."""
+
+    config: PreTrainedConfig
+    auto_class: type
+    dtype: str
+    quantization: TrainedFor | None
+    trained_for: TrainedFor | None
+    is_as_trained: bool
+
+
+def _choose_form(
+    source: Source, dtype: str | None, quantize: str | None, group_size: int | None, scale: str | None
+) -> _Form:
     quantization = choose_quantization(source.directory, quantize, group_size, scale)
     if quantization is not None:
         check_installed()
-    name = "quantized" if quantization is not None else "merged" if merge else "converted"
-    name += "-ema" if ema else ""
-    output_dir = Path(output_dir or source.directory / name)
     config = source.read_config()
     if dtype is None:
-        if not merge and not ema and quantization is None:
+        if source.adapter is None and not source.ema and quantization is None:
             raise UserError("Give the dtype to convert to: --dtype bfloat16 (float32 and float16 are the others).")
         dtype = dtype_name(config.dtype or torch.float32)
     if dtype not in DTYPES:
@@ -154,100 +205,9 @@ def export_run(
     auto_class = source.auto_class(config)
     if quantization is not None and auto_class is AutoModelForSequenceClassification:
         raise UserError("--quantize rounds causal language models, and this is a reward model. Leave it out.")
-
-    bar = tqdm(total=4, desc="reading what was trained", unit="phase", leave=False, disable=quiet)
-    with only_export_to(output_dir), bar:
-        check_output(
-            output_dir, overwrite, [source.directory, *([Path(source.base)] if Path(source.base).is_dir() else [])]
-        )
-        tokenizer = source.load_tokenizer()
-        model, base_check = source.load_trained(config, tokenizer)
-        if auto_class is AutoModelForSequenceClassification:
-            rows, measure = (
-                [[tokenize(tokenizer, prompt, each) for each in ANSWERS] for prompt in prompts],
-                preferences,
-            )
-        else:
-            rows, measure = [tokenize(tokenizer, prompt) for prompt in prompts], logits
-        _begin_phase(bar, "computing with the trained model")
-        trained_for = TrainedFor.read(source.directory)
-        is_rounded = trained_for is not None and quantization is not None
-        # What is exported is what was trained: a model that rounds.
-        with trained_for.fake_quantization(model).enable() if is_rounded else nullcontext():
-            if measure is logits:
-                rows = answer(model, rows)
-            trained_values = measure(model, rows)
-        training = None
-        if merge:
-            with model.disable_adapter():
-                training = compare(trained_values, measure(model, rows))
-            with warnings.catch_warnings():
-                # That embeddings are two weights now. The result says so.
-                warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied")
-                model = merge_adapter(model)
-        _begin_phase(bar, "writing")
-        num_parameters, tied = model.num_parameters(), model.config.tie_word_embeddings
-
-        with whole_directory(output_dir) as partial:
-            if quantization is None:
-                model.to(DTYPES[dtype]).save_pretrained(partial)
-            else:
-                write_quantized(model, quantization, DTYPES[dtype], partial)
-            tokenizer.save_pretrained(partial)
-            del model
-            gc.collect()
-            _begin_phase(bar, "computing with what was written")
-            # What others will load.
-            exported_model = auto_class.from_pretrained(partial, dtype=dtype).eval()
-            exported_values = measure(exported_model, rows)
-            difference = compare(trained_values, exported_values)
-            weights = difference
-            if dtype != "float32":
-                # Its scales are not made float32 afterwards.
-                in_float32 = (
-                    exported_model.float()
-                    if quantization is None
-                    else auto_class.from_pretrained(partial, dtype="float32")
-                )
-                weights = compare(trained_values, measure(in_float32.eval(), rows))
-            good, verdict = False, base_check.text
-            if base_check.same is not False:
-                new_rounding = quantization.describe() if quantization is not None and not is_rounded else None
-                rounds_activations = quantization is not None and quantization.activation_dtype is not None
-                good, verdict = judge(dtype, difference, training, new_rounding, rounds_activations)
-            export = Export(
-                output_dir=str(output_dir),
-                run_dir=str(run_dir),
-                base=source.base if merge else None,
-                same_base=base_check.same,
-                base_check=base_check.text,
-                auto_class=auto_class.__name__,
-                ema=ema,
-                dtype=dtype,
-                quantized=None if quantization is None else quantization.describe(),
-                trained_for=None if trained_for is None else trained_for.describe(),
-                num_bytes=sum(file.stat().st_size for file in partial.glob("*.safetensors")),
-                num_parameters=num_parameters,
-                tied=tied,
-                untied=config.tie_word_embeddings and not tied,
-                prompts=len(rows),
-                positions=sum(map(len, trained_values)),
-                scores={"trained": _range(trained_values), "exported": _range(exported_values)}
-                if measure is preferences
-                else None,
-                training=training,
-                weights=weights,
-                exported=difference,
-                good=good,
-                verdict=verdict,
-            )
-            versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "peft")}
-            versions = {"hf_tpu_ext": __version__, **versions}
-            # What an export that takes its place may delete.
-            files = sorted([*(path.name for path in partial.iterdir()), REPORT_FILE])
-            report = json.dumps({**dataclasses.asdict(export), "versions": versions, "files": files}, indent=2)
-            (partial / REPORT_FILE).write_text(report + "\n", encoding="utf-8")
-    return export
+    trained_for = TrainedFor.read(source.directory)
+    is_as_trained = quantization is not None and quantization == trained_for
+    return _Form(config, auto_class, dtype, quantization, trained_for, is_as_trained)
 
 
 def _begin_phase(bar: tqdm, phase: str) -> None:
@@ -256,5 +216,52 @@ def _begin_phase(bar: tqdm, phase: str) -> None:
     bar.set_description(phase)
 
 
+def _compare_written(
+    directory: Path, form: _Form, proof: Proof, training: Difference | None, base: BaseCheck, known: dict[str, Any]
+) -> Export:
+    # What others will load.
+    model = form.auto_class.from_pretrained(directory, dtype=form.dtype).eval()
+    values = proof.measure(model)
+    weights = exported = proof.compare(values)
+    if form.dtype != "float32":
+        # The scales of a quantized one are not made float32 afterwards.
+        is_rounded = form.quantization is not None
+        in_float32 = form.auto_class.from_pretrained(directory, dtype="float32") if is_rounded else model.float()
+        weights = proof.compare(proof.measure(in_float32.eval()))
+    good, verdict = False, base.text
+    rounded_to = None if form.quantization is None else form.quantization.describe()
+    if base.same is not False:
+        rounds_activations = form.quantization is not None and form.quantization.activation_dtype is not None
+        new_rounding = None if form.is_as_trained else rounded_to
+        good, verdict = judge(form.dtype, exported, training, new_rounding, rounds_activations)
+    return Export(
+        **known,
+        same_base=base.same,
+        base_check=base.text,
+        auto_class=form.auto_class.__name__,
+        dtype=form.dtype,
+        quantized=rounded_to,
+        trained_for=None if form.trained_for is None else form.trained_for.describe(),
+        num_bytes=sum(file.stat().st_size for file in directory.glob("*.safetensors")),
+        prompts=proof.num_prompts,
+        positions=sum(map(len, proof.values)),
+        scores={"trained": _range(proof.values), "exported": _range(values)} if proof.rewards else None,
+        training=training,
+        weights=weights,
+        exported=exported,
+        good=good,
+        verdict=verdict,
+    )
+
+
 def _range(scores: list[torch.Tensor]) -> tuple[float, float]:
     return tuple(bound.item() for bound in torch.cat(scores).aminmax())
+
+
+def _write_report(directory: Path, export: Export) -> None:
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "peft")}
+    versions = {"hf_tpu_ext": __version__, **versions}
+    # What an export that takes its place may delete.
+    files = sorted([*(path.name for path in directory.iterdir()), REPORT_FILE])
+    report = json.dumps({**dataclasses.asdict(export), "versions": versions, "files": files}, indent=2)
+    (directory / REPORT_FILE).write_text(report + "\n", encoding="utf-8")

@@ -102,12 +102,11 @@ class Source:
         """The run's tokenizer, or its base's where the run has none. Raises `ValueError` where there is none."""
         own = (self.directory / "tokenizer_config.json").is_file()
         place = self.directory if own else self.base
+        tokenizer = cause = None
         try:
             tokenizer = AutoTokenizer.from_pretrained(place, revision=None if own else self.revision)
         except (OSError, ValueError) as error:
-            tokenizer, cause = None, error
-        else:
-            cause = None
+            cause = error
         # Where there are no files of one, transformers makes a tokenizer whose tokens are all special.
         if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_tokens):
             raise UserError(

@@ -1,10 +1,12 @@
 """What an export changed: its logits, or the preferences of a reward model, beside those of the trained model."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from peft import PeftModel
 from torch import nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 #: Asked where no prompts are given.
@@ -62,62 +64,61 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str | None
     )["input_ids"]
 
 
-@torch.no_grad()
-def preferences(model: nn.Module, rows: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+class Proof:
     """
-    The scores of a reward model in float32, of shapes `(pairs, 2)`, for every two of the answers to a prompt, which are
-    rows of tokens of shapes `(1, length)`.
+    What a trained model computes after some prompts, for others to be set beside it: the logits, of shapes `(length, vocabulary)`, of a
+    prompt and what the model goes on with by its first choices; or with `rewards` its scores, of shapes `(pairs, 2)`, for every two
+    of the [`ANSWERS`] to a prompt. All are in float32.
     """
-    return [
-        torch.combinations(
-            torch.cat([model(input_ids=tokens, use_cache=False).logits[0].float() for tokens in answers])
+
+    def __init__(
+        self,
+        model: PreTrainedModel | PeftModel,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: Sequence[str],
+        rewards: bool,
+    ):
+        self.rewards, self.num_prompts = rewards, len(prompts)
+        # Of each prompt, rows of tokens of shapes `(1, length)`.
+        self._rows = [
+            [tokenize(tokenizer, prompt, answer) for answer in (ANSWERS if rewards else [None])] for prompt in prompts
+        ]
+        if not rewards:
+            # Not the model's own settings, which may sample.
+            settings = GenerationConfig(
+                max_new_tokens=_ANSWER_TOKENS,
+                do_sample=False,
+                eos_token_id=model.generation_config.eos_token_id,
+                pad_token_id=0,
+            )
+            for row in self._rows:
+                mask = torch.ones_like(row[0])
+                row[0] = model.generate(input_ids=row[0], attention_mask=mask, generation_config=settings)
+        #: Those of the trained model.
+        self.values = self.measure(model)
+
+    @torch.no_grad()
+    def measure(self, model: nn.Module) -> list[torch.Tensor]:
+        """The values of another model, for each prompt."""
+        values = ([model(input_ids=ids, use_cache=False).logits[0].float() for ids in row] for row in self._rows)
+        return [torch.combinations(torch.cat(scores)) if self.rewards else scores[0] for scores in values]
+
+    def compare(self, values: list[torch.Tensor]) -> Difference:
+        """Set values of another model beside those of the trained one, but for tokens that only one of the two has."""
+        size = min(self.values[0].shape[-1], values[0].shape[-1])
+        pairs = [(mine[:, :size], yours[:, :size]) for mine, yours in zip(self.values, values, strict=True)]
+        positions = sum(mine.shape[0] for mine, _ in pairs)
+        kl = sum(
+            nn.functional.kl_div(yours.log_softmax(-1), mine.log_softmax(-1), reduction="sum", log_target=True)
+            for mine, yours in pairs
         )
-        for answers in rows
-    ]
-
-
-@torch.no_grad()
-def answer(model: nn.Module, prompts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Let a model go on after prompts of shapes `(1, length)`, with its first choices. Returns the tokens of both."""
-    # Not the model's own settings, which may sample.
-    settings = GenerationConfig(
-        max_new_tokens=_ANSWER_TOKENS,
-        do_sample=False,
-        eos_token_id=model.generation_config.eos_token_id,
-        pad_token_id=0,
-    )
-    return [
-        model.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), generation_config=settings)
-        for tokens in prompts
-    ]
-
-
-@torch.no_grad()
-def logits(model: nn.Module, rows: list[torch.Tensor]) -> list[torch.Tensor]:
-    """
-    The logits of a model in float32, of shapes `(length, vocabulary)`, for rows of tokens of shapes `(1, length)`.
-    """
-    return [model(input_ids=tokens, use_cache=False).logits[0].float() for tokens in rows]
-
-
-def compare(reference: list[torch.Tensor], other: list[torch.Tensor]) -> Difference:
-    """
-    Set [`logits`] or [`preferences`] beside those of the trained model, but for tokens that only one of the two has.
-    """
-    size = min(reference[0].shape[-1], other[0].shape[-1])
-    pairs = [(mine[:, :size], yours[:, :size]) for mine, yours in zip(reference, other, strict=True)]
-    positions = sum(mine.shape[0] for mine, _ in pairs)
-    kl = sum(
-        nn.functional.kl_div(yours.log_softmax(-1), mine.log_softmax(-1), reduction="sum", log_target=True)
-        for mine, yours in pairs
-    )
-    return Difference(
-        # Of tensors, for a NaN to stay one.
-        max_abs=torch.stack([(mine - yours).abs().max() for mine, yours in pairs]).max().item(),
-        # Rounding may leave it slightly below.
-        mean_kl=(kl / positions).clamp(min=0).item(),
-        same_top1=sum((mine.argmax(-1) == yours.argmax(-1)).sum() for mine, yours in pairs).item() / positions,
-    )
+        return Difference(
+            # Of tensors, for a NaN to stay one.
+            max_abs=torch.stack([(mine - yours).abs().max() for mine, yours in pairs]).max().item(),
+            # Rounding may leave it slightly below.
+            mean_kl=(kl / positions).clamp(min=0).item(),
+            same_top1=sum((mine.argmax(-1) == yours.argmax(-1)).sum() for mine, yours in pairs).item() / positions,
+        )
 
 
 def judge(
