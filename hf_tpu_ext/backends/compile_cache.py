@@ -104,6 +104,24 @@ class CompileCache:
             if size > MOST_BYTES:
                 program.unlink(missing_ok=True)
 
+    @classmethod
+    def open(cls, root: Path, name: str, toolchain: dict[str, Any]) -> "tuple[CompileCache | None, list[str]]":
+        """Make it, or not where that cannot be, with lines on what does not work."""
+        try:
+            cache = cls(root, name, toolchain)
+        except OSError as error:
+            return None, [
+                f"The compilation cache is off: {root} cannot be made ({error.strerror}). Set compile_cache_dir to another "
+                "directory, or to off"
+            ]
+        problem = f"{cache.directory} cannot be written ({cache.problem}): it is used read-only"
+        return cache, [] if cache.problem is None else [problem]
+
+    def use(self, **counts: Any) -> CacheUse:
+        """What this process has had of it: the `counts` are what the runtime says."""
+        state = cache_state(self.directory.parent, self.directory.name)
+        return CacheUse(self.directory, state.programs, state.size, problem=self.problem, **counts)
+
 
 @dataclass(frozen=True)
 class CacheState:

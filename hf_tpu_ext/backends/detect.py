@@ -155,10 +155,7 @@ def find_pjrt_mistake(pjrt_device: str | None, chips: int) -> tuple[str, str] | 
     """What is wrong with a `PJRT_DEVICE`, and the fix. The runtime itself would wait for a TPU for minutes."""
     fix = "Set PJRT_DEVICE=CPU to compile with XLA for the host, or unset PJRT_DEVICE to auto-detect"
     if pjrt_device and pjrt_device not in PJRT_DEVICES:
-        return (
-            f"PJRT_DEVICE={pjrt_device!r} is not a supported device. Allowed, in capitals: TPU, CPU",
-            fix,
-        )
+        return f"PJRT_DEVICE={pjrt_device!r} is not a supported device. Allowed, in capitals: TPU, CPU", fix
     if pjrt_device == "TPU" and not chips:
         return "PJRT_DEVICE=TPU is set but this machine has no TPU (none among its PCI devices)", fix
     return None

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .collectives import gather, sum_of_all
-from .processes import ALONE, Processes
+from .processes import ALONE, Processes, bytes_of
 
 
 class DeviceProcesses(Processes):
@@ -48,7 +48,7 @@ class DeviceProcesses(Processes):
     def take_from_first(self, model: nn.Module) -> None:
         tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         # Nearly all were read from the same files, and need not be sent.
-        sums = [zlib.crc32(_bytes_of(tensor)) if tensor.device.type == "cpu" else 0 for tensor in tensors.values()]
+        sums = [zlib.crc32(bytes_of(tensor)) if tensor.device.type == "cpu" else 0 for tensor in tensors.values()]
         same = zip(self.most(sums), self.most([-number for number in sums]), strict=True)
         with torch.no_grad():
             for tensor, (most, least) in zip(tensors.values(), same, strict=True):
@@ -111,7 +111,3 @@ def _meet() -> Processes:
     # NCCL has no collectives for tensors on the host, and one on the device would wait for the steps under way.
     host_group = None if dist.get_backend() == dist.Backend.GLOO else dist.new_group(backend=dist.Backend.GLOO)
     return DeviceProcesses(by_host=False, host_group=host_group)
-
-
-def _bytes_of(tensor: Tensor) -> Any:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()

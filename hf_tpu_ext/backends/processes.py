@@ -4,9 +4,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from ..errors import UserError
+
+
+def bytes_of(tensor: Tensor) -> np.ndarray:
+    """The bytes of a tensor on the host, to be hashed."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
 
 
 class HostsDisagree(UserError):

@@ -17,7 +17,7 @@ from torch.distributed import DistError, TCPStore
 from torch.utils._pytree import tree_leaves
 
 from ..errors import UserError
-from .processes import HostsDisagree, Processes
+from .processes import HostsDisagree, Processes, bytes_of
 
 
 #: Where the first host listens, if not at the address that the runtime knows: `address:port`.
@@ -171,9 +171,7 @@ class SliceHosts(Processes):
     def note_sent(self, data: Any) -> None:
         for tensor in tree_leaves(data):
             if isinstance(tensor, torch.Tensor):
-                self.checksum = zlib.crc32(
-                    tensor.detach().contiguous().view(-1).view(torch.uint8).numpy(), self.checksum
-                )
+                self.checksum = zlib.crc32(bytes_of(tensor), self.checksum)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:

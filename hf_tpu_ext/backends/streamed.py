@@ -48,11 +48,7 @@ def save_safetensors(
     sorted_tensors, end = in_file_order(tensors), 0
     for name, tensor in sorted_tensors.items():
         begin, end = end, end + tensor.shape.numel() * tensor.dtype.itemsize
-        header[name] = {
-            "dtype": _IN_SAFETENSORS[tensor.dtype],
-            "shape": [*tensor.shape],
-            "data_offsets": [begin, end],
-        }
+        header[name] = {"dtype": _IN_SAFETENSORS[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     # What follows is aligned to 8 bytes.
     text += b" " * (-len(text) % 8)

@@ -47,15 +47,6 @@ def partition_spec(shape: tuple[int, ...], mesh: dict[str, int]) -> PartitionSpe
     return tuple(spec)
 
 
-def _spec_of(parameter: DTensor) -> PartitionSpec:
-    """What a parameter is split by that was split by FSDP2."""
-    spec: list[str | None] = [None] * parameter.ndim
-    for axis, placement in zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True):
-        if isinstance(placement, Shard):
-            spec[placement.dim] = axis
-    return tuple(spec)
-
-
 class ShardingPlan:
     """
     Place of every parameter of a model on a mesh. `print(plan)` shows it as a table.
@@ -82,7 +73,10 @@ class ShardingPlan:
         for name, parameter in model.named_parameters():
             shape = tuple(parameter.shape)
             if isinstance(parameter, DTensor):
-                spec = _spec_of(parameter)
+                # As FSDP2 has split it.
+                axes = zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True)
+                axis_of = {place.dim: axis for axis, place in axes if isinstance(place, Shard)}
+                spec = tuple(map(axis_of.get, range(parameter.ndim)))
             elif id(parameter) in stacked_ids:
                 # Each layer as it would be by itself.
                 spec = (None, *partition_spec(shape[1:], mesh))

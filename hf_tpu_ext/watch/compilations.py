@@ -166,12 +166,7 @@ class ProgramWatch:
         return list(self._histories)
 
     def end(
-        self,
-        kind: str,
-        shape: tuple[int, ...],
-        where: str,
-        run: Callable[[], Any] | None = None,
-        settle: bool = False,
+        self, kind: str, shape: tuple[int, ...], where: str, run: Callable[[], Any] | None = None, settle: bool = False
     ) -> Any:
         """
         End the program recorded so far, which does e.g. a `"training step"` for a batch of a shape, at a place in the

@@ -21,7 +21,7 @@ from ...hardware.topologies import Chip, find_chip
 from ...temporarily import temporarily
 from ..base import Backend, map_tensors
 from ..collectives import cut_at_collectives
-from ..compile_cache import CacheUse, CompileCache, cache_root, cache_state
+from ..compile_cache import CacheUse, CompileCache, cache_root
 from ..counters import Counters
 from ..detect import tpu_chips, tpu_kind
 from ..device_processes import DeviceProcesses
@@ -177,12 +177,9 @@ class TorchTPUBackend(Backend):
         if root is None or not (is_explicit or self._on_chip):
             return []
         if self._compile_cache is not None:
-            used = self._compile_cache.directory.parent
-            return (
-                []
-                if root == used
-                else [f"compile_cache_dir={root} has no effect: this process has its programs in {used}"]
-            )
+            if (used := self._compile_cache.directory.parent) == root:
+                return []
+            return [f"compile_cache_dir={root} has no effect: this process has its programs in {used}"]
         if (used := os.environ.get(_CACHE_VARIABLE)) is not None:
             return [f"compile_cache_dir={root} has no effect: {_CACHE_VARIABLE}={used} is set"]
         # The variable is read once.
@@ -192,33 +189,20 @@ class TorchTPUBackend(Backend):
             ]
         # Its keys hold all else that a program depends on.
         toolchain = {"torch": torch.__version__, "torch_tpu": version("torch_tpu")}
-        try:
-            cache = CompileCache(root, f"torch_tpu-{toolchain['torch_tpu']}", toolchain)
-        except OSError as error:
-            return [
-                f"The compilation cache is off: {root} cannot be made ({error.strerror}). Set compile_cache_dir to another "
-                "directory, or to off"
-            ]
-        os.environ[_CACHE_VARIABLE] = str(cache.directory)
-        self._compile_cache = cache
-        if cache.problem is not None:
-            return [f"{cache.directory} cannot be written ({cache.problem}): it is used read-only"]
-        return []
+        self._compile_cache, lines = CompileCache.open(root, f"torch_tpu-{toolchain['torch_tpu']}", toolchain)
+        if self._compile_cache is not None:
+            os.environ[_CACHE_VARIABLE] = str(self._compile_cache.directory)
+        return lines
 
     def cache_use(self) -> CacheUse | None:
         if self._compile_cache is None:
             return None
-        directory, counters = self._compile_cache.directory, self.counters()
-        state = cache_state(directory.parent, directory.name)
-        return CacheUse(
-            directory=directory,
-            programs=state.programs,
-            size=state.size,
+        counters = self.counters()
+        return self._compile_cache.use(
             hits=counters.loads,
             misses=counters.compiles,
             unreadable=0,
             compile_seconds=counters.compile_seconds,
-            problem=self._compile_cache.problem,
         )
 
     # ---- Weights that are split over processes ----

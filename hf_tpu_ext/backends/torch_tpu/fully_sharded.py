@@ -33,15 +33,11 @@ def split_model(model: nn.Module, mesh: dict[str, int], device_type: str, place:
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for module in (*layers, model):
         fully_shard(place(module), mesh=devices)
-        _keep_name(type(module))
+        # What is known about a model, or about a user's code, goes by the name of its class.
+        cls, (_, original) = type(module), type(module).__bases__
+        cls.__name__, cls.__qualname__, cls.__module__ = original.__name__, original.__qualname__, original.__module__
     model.register_forward_hook(_split_again)
     return model
-
-
-def _keep_name(cls: type[FSDPModule]) -> None:
-    # What is known about a model, or about a user's code, goes by the name of its class.
-    _, original = cls.__bases__
-    cls.__name__, cls.__qualname__, cls.__module__ = original.__name__, original.__qualname__, original.__module__
 
 
 def _split_again(model: FSDPModule, *_) -> None:

@@ -10,7 +10,7 @@ import torch_xla.runtime as xr
 from torch_xla.backends import get_mat_mul_precision
 
 from ..base import Backend
-from ..compile_cache import CacheUse, CompileCache, cache_root, cache_state, compiler_settings, library_id
+from ..compile_cache import CacheUse, CompileCache, cache_root, compiler_settings, library_id
 from .insight import metric
 
 
@@ -40,18 +40,11 @@ class XLACompileCache(Backend):
             return [
                 "The compilation cache is off: this process had compiled a graph before its first trainer was made"
             ]
-        try:
-            cache = CompileCache(root, f"torch_xla-{torch_xla.__version__}", self._toolchain())
-        except OSError as error:
-            return [
-                f"The compilation cache is off: {root} cannot be made ({error.strerror}). Set compile_cache_dir "
-                "to another directory, or to off"
-            ]
+        cache, lines = CompileCache.open(root, f"torch_xla-{torch_xla.__version__}", self._toolchain())
+        if cache is None:
+            return lines
         xr.initialize_cache(str(cache.directory), readonly=cache.problem is not None)
         self._compile_cache = cache
-        lines = []
-        if cache.problem is not None:
-            lines.append(f"{cache.directory} cannot be written ({cache.problem}): it is used read-only")
         if on_host:
             lines.append(
                 f"compile_cache_dir={root} has no benefit here: XLA:CPU stores executables but cannot load them"
@@ -74,15 +67,9 @@ class XLACompileCache(Backend):
     def cache_use(self) -> CacheUse | None:
         if self._compile_cache is None:
             return None
-        directory = self._compile_cache.directory
-        state = cache_state(directory.parent, directory.name)
-        return CacheUse(
-            directory=directory,
-            programs=state.programs,
-            size=state.size,
+        return self._compile_cache.use(
             hits=self.counters().loads,
             misses=met.counter_value("PersistentCacheMiss") or 0,
             unreadable=met.counter_value("PersistentCacheDeserializeFailure") or 0,
             compile_seconds=metric("CompileTime")[1] / 1e9,
-            problem=self._compile_cache.problem,
         )

@@ -28,11 +28,7 @@ FULL_STATE_NAMES = {
 }
 _NAMES_OF_CLASSES = {OptimizerNames.ADAMW_TORCH: "AdamW", OptimizerNames.RMSPROP: "RMSprop"}
 #: AdamW in its several implementations: all become [`LazyAdamW`].
-ADAMW_NAMES = {
-    OptimizerNames.ADAMW_TORCH,
-    OptimizerNames.ADAMW_TORCH_FUSED,
-    OptimizerNames.ADAMW_TORCH_XLA,
-}
+ADAMW_NAMES = {OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED, OptimizerNames.ADAMW_TORCH_XLA}
 #: Optimizers that take their learning rate as a Python number.
 HOST_SCALAR_NAMES = {OptimizerNames.SGD, OptimizerNames.ADAGRAD, OptimizerNames.RMSPROP, OptimizerNames.ADAFACTOR}
 # Options of `fsdp_config`, and the values, in lower case, that say what is done anyway.

@@ -43,10 +43,8 @@ def naming_rows(
     # Tokenizers and templates raise what they like.
     except Exception as error:
         for name, dataset in datasets_by_name.items():
-            if (
-                isinstance(dataset, datasets.Dataset)
-                and (bad_row := _find_bad_row(dataset, columns, prepare, needs_answer)) is not None
-            ):
+            is_known = isinstance(dataset, datasets.Dataset)
+            if is_known and (bad_row := _find_bad_row(dataset, columns, prepare, needs_answer)) is not None:
                 reason = (str(error).splitlines() or [""])[0]
                 raise UserError(
                     f"Row {bad_row[0]} of {name}: {bad_row[1]}. Correct the row, or leave such rows out with dataset.filter. "
@@ -56,10 +54,7 @@ def naming_rows(
 
 
 def _find_bad_row(
-    dataset: datasets.Dataset,
-    columns: Sequence[str],
-    prepare: Callable[[datasets.Dataset], Any],
-    needs_answer: bool,
+    dataset: datasets.Dataset, columns: Sequence[str], prepare: Callable[[datasets.Dataset], Any], needs_answer: bool
 ) -> tuple[int, str] | None:
     """The first row that holds something else than text or messages and cannot be prepared, and what it holds."""
     present = [column for column in columns if column in dataset.column_names]

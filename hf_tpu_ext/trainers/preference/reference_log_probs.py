@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 
 from ...atomic_write import write_atomically
 from ...backends.compiled_function import CompiledFunction
+from ...backends.processes import bytes_of
 from ...data import count_rows
 from ..checks.upstream import upstream_names
 
@@ -174,7 +175,7 @@ class ReferenceLogProbsMixin:
         weights = {key: value for key, value in model.state_dict().items() if not adapters & set(key.split("."))}
         for key, value in sorted(self.backend.fetch(weights).items()):
             digest.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
-            digest.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy())
+            digest.update(bytes_of(value))
         return digest.digest()
 
 

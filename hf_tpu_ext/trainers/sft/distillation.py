@@ -166,7 +166,18 @@ class DistillationMixin:
         token_terms: list[TokenTerms] = []
 
         def score(hidden, weight, bias, targets, temperature, chunk_size, softcap, scale, outputs):
-            terms = self._compare(Head(hidden, weight, bias, softcap, scale), targets, teacher, has_label, token_terms)
+            of_tokens, tokens, chips = teacher, teacher[0].shape[0], self.backend.num_chips
+            by_chip = chips > 1 and tokens == hidden.shape[0] * chips
+            if by_chip:
+                of_tokens = teacher.full_to_shard(self.backend)
+            elif tokens != hidden.shape[0]:
+                # On GPUs TRL scores the tokens with a label only.
+                of_tokens = TopK(*(value[has_label] for value in teacher))
+            student, dtype = Head(hidden, weight, bias, softcap, scale), matmul_dtype(hidden)
+            terms = distill(student, targets, of_tokens, self._distillation, self.backend, dtype)
+            token_terms.append(
+                TokenTerms(*(ShardToFull.apply(term, self.backend) for term in terms)) if by_chip else terms
+            )
             return terms.log_probs, terms.entropy, None, None, terms.is_top1
 
         with head_computed_by(score), self.metrics_deferred():
@@ -174,23 +185,6 @@ class DistillationMixin:
             loss, outputs = result if return_outputs else (result, None)
             loss = self._mix(loss, token_terms[0], has_label, num_items_in_batch, mode)
         return (loss, outputs) if return_outputs else loss
-
-    def _compare(
-        self, student: Head, targets: Tensor, teacher: Head | TopK, has_label: Tensor, token_terms: list[TokenTerms]
-    ) -> TokenTerms:
-        tokens = teacher[0].shape[0]
-        chips = self.backend.num_chips
-        by_chip = chips > 1 and tokens == student.hidden.shape[0] * chips
-        if by_chip:
-            teacher = teacher.full_to_shard(self.backend)
-        elif tokens != student.hidden.shape[0]:
-            # On GPUs TRL scores the tokens with a label only.
-            teacher = TopK(*(value[has_label] for value in teacher))
-        terms = distill(student, targets, teacher, self._distillation, self.backend, matmul_dtype(student.hidden))
-        token_terms.append(
-            TokenTerms(*(ShardToFull.apply(term, self.backend) for term in terms)) if by_chip else terms
-        )
-        return terms
 
     def _mix(
         self, loss: Tensor, terms: TokenTerms, has_label: Tensor, num_items_in_batch: Tensor | int | None, mode: str

@@ -56,10 +56,7 @@ class TPUSFTTrainer(DistillationMixin, QuantizationMixin, TPUTrainerMixin, SFTTr
         `ValueError`: A setting or a dataset does not work; the message says what to do instead.
     """
 
-    evaluation_metrics = (
-        UPSTREAM_METRICS,
-        ("entropy", "mean_token_accuracy", "num_tokens", "aux_loss", *KD_METRICS),
-    )
+    evaluation_metrics = (UPSTREAM_METRICS, ("entropy", "mean_token_accuracy", "num_tokens", "aux_loss", *KD_METRICS))
 
     def _complete_arguments(self, args, model) -> TrainingArguments:
         if isinstance(args, TrainingArguments) and not isinstance(args, SFTConfig):
@@ -70,12 +67,8 @@ class TPUSFTTrainer(DistillationMixin, QuantizationMixin, TPUTrainerMixin, SFTTr
 
     def _check_data(self, trainer_kwargs) -> None:
         for name, dataset in named_datasets(trainer_kwargs).items():
-            check_dataset(
-                dataset,
-                name,
-                trainer_kwargs["args"],
-                has_formatting_func=trainer_kwargs.get("formatting_func") is not None,
-            )
+            has_formatting_func = trainer_kwargs.get("formatting_func") is not None
+            check_dataset(dataset, name, trainer_kwargs["args"], has_formatting_func)
 
     def _set_up(self, call) -> None:
         names, args = {"get_training_chat_template": _training_chat_template}, call.arguments["args"]
@@ -132,21 +125,18 @@ class TPUSFTTrainer(DistillationMixin, QuantizationMixin, TPUTrainerMixin, SFTTr
 
     def _make_batches_static(self) -> None:
         if self.padding_free:
-            self._check_packable()
+            model = unwrap_peft_model(self.model)
+            if (reason := why_not_packed(model)) is not None:
+                # Where it is left out, evaluation sets are packed as the training set is.
+                names = [name for name in ("packing", "eval_packing") if vars(self.args)[name]]
+                raise UserError(
+                    f"{' and '.join(f'{name}=True' for name in names)} does not work with {type(model).__name__}: {reason}. Set "
+                    f"{' and '.join(f'{name}=False' for name in names)}; length_buckets keeps the padding low."
+                )
             # Upstream would flatten the batch into one row of another length each time.
             self.data_collator = PackedCollator(self._pad_token_id, self.args.max_length, self._count_tokens)
         else:
             super()._make_batches_static()
-
-    def _check_packable(self) -> None:
-        model = unwrap_peft_model(self.model)
-        if (reason := why_not_packed(model)) is not None:
-            # Where it is left out, evaluation sets are packed as the training set is.
-            names = [name for name in ("packing", "eval_packing") if vars(self.args)[name]]
-            raise UserError(
-                f"{' and '.join(f'{name}=True' for name in names)} does not work with {type(model).__name__}: {reason}. Set "
-                f"{' and '.join(f'{name}=False' for name in names)}; length_buckets keeps the padding low."
-            )
 
     # ---- Loss and metrics ----
 
