@@ -116,10 +116,7 @@ def find_chip(title: str) -> Chip | None:
 
 
 def find_topology(name: str) -> Topology:
-    """
-    The TPU of a name, e.g. `"v5e-8"`, `"v5litepod-8"`, `"v5e:2x4"`. Raises `ValueError` where there is none of that
-    name.
-    """
+    """The TPU of a name, e.g. `"v5e-8"`, `"v5litepod-8"`, `"v5e:2x4"`. Raises `ValueError` where there is none."""
     topologies = read_topologies()
     key = name.strip().lower()
     if key in topologies:

@@ -26,9 +26,7 @@ _ENTRANCES = ("train", "evaluate", "predict", "save_model")
 
 
 def package_of(file: str) -> str | None:
-    """
-    The known package that a source file belongs to, `"python"` for the standard library, or `None` for anybody else's.
-    """
+    """The known package that a source file belongs to: `"python"` is the standard library, and `None` anybody else's."""
     for name, directory in PACKAGES.items():
         if file.startswith(directory + os.sep):
             return name

@@ -4,7 +4,6 @@ import hashlib
 import os
 import shlex
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +61,6 @@ def _to_accept(checkpoint: Path) -> str:
     return (
         f" If it was changed on purpose, accept it as it is by removing its manifest: rm {shlex.quote(str(manifest))}"
     )
-
-
-def find_for_all(resume_from_checkpoint: str | bool | None, output_dir: str, processes: Processes) -> str | None:
-    """As [`find_checkpoint`], by the first of several processes: what it raises, all raise."""
-    find = partial(find_checkpoint, resume_from_checkpoint, output_dir)
-    return processes.by_first("the search for a checkpoint", find)
 
 
 def check_all_see(checkpoint: str, processes: Processes, each_writes: bool = False) -> None:

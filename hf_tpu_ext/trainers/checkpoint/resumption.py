@@ -4,6 +4,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from ...step.optimizer import LazyAdamW
 from ...temporarily import temporarily
 from .base_record import find_frozen
 from .directories import remove_leftovers
-from .lookup import check_all_see, check_shared, find_for_all
+from .lookup import check_all_see, check_shared, find_checkpoint
 from .renamed_weights import load_other_weights, saves_other_weights
 from .run_state import read_run_state
 
@@ -71,7 +72,8 @@ class ResumptionMixin:
         processes = self.backend.processes
         if self.args.load_best_model_at_end and self.backend.unknown_upstream and not self.args.save_on_each_node:
             check_shared(self.args.output_dir, processes)
-        checkpoint = find_for_all(resume_from_checkpoint, self.args.output_dir, processes)
+        find = partial(find_checkpoint, resume_from_checkpoint, self.args.output_dir)
+        checkpoint = processes.by_first("the search for a checkpoint", find)
         if checkpoint is not None and self.backend.unknown_upstream:
             check_all_see(checkpoint, processes, self.args.save_on_each_node)
         self._resumed_from = self.averaging.resumed_from = checkpoint
