@@ -99,10 +99,6 @@ class SyncMonitor(TrainerCallback):
 
     Reads are counted at each log, and at steps 2, 4, 8 and so on. Where there were some that the trainer did not make, the
     calls of the next steps are watched until one of them reads.
-
-    Args:
-        backend ([`Backend`]): The backend in use.
-        watch ([`ProgramWatch`]): Counts and explains the programs of the run.
     """
 
     def __init__(self, backend: Backend, watch: ProgramWatch):
