@@ -182,8 +182,16 @@ class ResumptionMixin:
         if not self.backend.unknown_upstream:
             yield
             return
+
+        def place(model: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *_) -> None:
+            # Copied from the host, a weight would be whole on every chip first.
+            for name, parameter in model.named_parameters(remove_duplicate=False):
+                value = state_dict.get(prefix + name)
+                if value is not None and value.device.type == "cpu" and value.shape == parameter.shape:
+                    state_dict[prefix + name] = self.backend.place_as(value.to(parameter.dtype), parameter)
+
         dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
-        hook = self.model.register_load_state_dict_pre_hook(self._place_loaded)
+        hook = self.model.register_load_state_dict_pre_hook(place)
         try:
             yield
         finally:
@@ -197,13 +205,6 @@ class ResumptionMixin:
         for name, parameter in self.model.named_parameters():
             if parameter.dtype != dtypes[name]:
                 parameter.data = parameter.data.to(dtypes[name])
-
-    def _place_loaded(self, model: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *_) -> None:
-        # Copied from the host, a weight would be whole on every chip first.
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            value = state_dict.get(prefix + name)
-            if value is not None and value.device.type == "cpu" and value.shape == parameter.shape:
-                state_dict[prefix + name] = self.backend.place_as(value.to(parameter.dtype), parameter)
 
     def _run_epoch(self, *args, **kwargs) -> None:
         # Upstream asks after a step only, and takes one more in a run that had ended.

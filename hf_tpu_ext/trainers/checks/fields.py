@@ -368,17 +368,13 @@ def adapt(
     Raises:
         `ValueError`: A value is refused. The message says what to set instead.
     """
-    run = Run(CompiledArguments(copy_arguments(args)), place, trainer_kwargs, loads_model, overrides_loss)
-    for row in FIELDS + OWN + WEIGHTS_IN_PARTS:
-        row.apply(run)
-    return run.compiled
-
-
-def copy_arguments(args: TrainingArguments) -> TrainingArguments:
-    """Copy arguments, and those of their values that upstream's trainers change in place."""
     args = copy.copy(args)
+    # Of their values, upstream's trainers change these in place.
     args.accelerator_config = copy.copy(args.accelerator_config)
     for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs", "model_init_kwargs"):
         if isinstance(vars(args).get(name), dict):
             setattr(args, name, dict(vars(args)[name]))
-    return args
+    run = Run(CompiledArguments(args), place, trainer_kwargs, loads_model, overrides_loss)
+    for row in FIELDS + OWN + WEIGHTS_IN_PARTS:
+        row.apply(run)
+    return run.compiled
