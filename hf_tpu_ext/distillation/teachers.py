@@ -39,8 +39,7 @@ def run_to_head(model: nn.Module, inputs: dict[str, Any]) -> Head:
         return (torch.zeros_like(targets, dtype=torch.float32), None, None, None, None)
 
     with head_computed_by(capture):
-        # Which document a token belongs to is for the attention mask, not for the model.
-        model(**{key: value for key, value in inputs.items() if key != "segment_ids"}, fused_lm_head=True)
+        model(**inputs, fused_lm_head=True)
     (head,) = heads
     return head
 

@@ -3,7 +3,7 @@ Attention: which one models compute with, its masks, and what it costs. Everybod
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -162,9 +162,12 @@ def without_kernels(backend: Backend) -> Iterator[None]:
         AttentionInterface.register(_SPLASH, kernel)
 
 
-def _static_mask(
-    name: str, *, mask_function, segment_ids: torch.Tensor | None, q_length: int, **kwargs
-) -> torch.Tensor | TokenMask:
+# Of the contexts in which masks are static, the innermost last.
+_segments: list[torch.Tensor | None] = []
+
+
+def _static_mask(name: str, *, mask_function, q_length: int, **kwargs) -> torch.Tensor | TokenMask:
+    segment_ids = _segments[-1]
     if name == _SPLASH or (name == _SLICED and q_length**2 > SLICE_ELEMENTS):
         arguments = {key: kwargs[key] for key in ("attention_mask", "batch_size", "kv_length", "device", "dtype")}
         mask = make_token_mask(mask_function, segment_ids=segment_ids, q_length=q_length, **arguments)
@@ -178,15 +181,10 @@ def _static_mask(
 
 
 def _static_sdpa_mask(
-    *,
-    mask_function,
-    segment_ids: torch.Tensor | None,
-    q_offset: int | torch.Tensor = 0,
-    kv_offset: int = 0,
-    **kwargs,
+    *, mask_function, q_offset: int | torch.Tensor = 0, kv_offset: int = 0, **kwargs
 ) -> torch.Tensor:
-    if segment_ids is not None:
-        mask_function = and_masks(mask_function, packed_sequence_mask_function(segment_ids))
+    if _segments[-1] is not None:
+        mask_function = and_masks(mask_function, packed_sequence_mask_function(_segments[-1]))
     # Upstream leaves the mask out where it finds nothing masked, which it reads from the device.
     settings = {**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     mask = sdpa_mask(mask_function=mask_function, q_offset=q_offset, kv_offset=kv_offset, **settings)
@@ -208,18 +206,27 @@ def static_masks(segment_ids: torch.Tensor | None = None, sdpa: bool = False) ->
     With `segment_ids` of shape `(batch, length)`, the number of each token's document and 0 for padding, tokens attend
     only within their own document (block-diagonal), on top of whatever pattern the model asks for (causal, sliding
     window). The mask is made once per forward pass by transformers' own mask functions; only the entries that they
-    look up for it are replaced meanwhile.
+    look up for it are replaced meanwhile. Within another such context, the inner one's hold.
     """
+    with _masks_replaced(sdpa) if not _segments else nullcontext():
+        _segments.append(segment_ids)
+        try:
+            yield
+        finally:
+            _segments.pop()
+
+
+@contextmanager
+def _masks_replaced(sdpa: bool) -> Iterator[None]:
     names = ("eager", *_IMPLEMENTATIONS)
     # Upstream asks this before it reads a mask to leave it out, as that of recurrent layers, which models make by a function that
     # has no entry to replace.
     is_tracing, masking_utils.is_tracing = masking_utils.is_tracing, lambda tensor=None: True
     for name in names:
-        make_mask = partial(_static_mask, name, segment_ids=segment_ids)
-        ALL_MASK_ATTENTION_FUNCTIONS[name] = partial(mask_each_row, make_mask)
+        ALL_MASK_ATTENTION_FUNCTIONS[name] = partial(mask_each_row, partial(_static_mask, name))
     if sdpa:
         names = (*names, "sdpa")
-        ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = partial(_static_sdpa_mask, segment_ids=segment_ids)
+        ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = _static_sdpa_mask
     try:
         yield
     finally:

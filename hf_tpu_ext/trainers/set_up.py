@@ -3,6 +3,7 @@
 import inspect
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from copy import copy
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from ..backends import select_backend
 from ..backends.host import let_forks_tokenize
 from ..callbacks.run_lines import RunLines
 from ..errors import UserError
+from ..layers.attention import static_masks
 from ..layers.random_numbers import RandomSeeds
 from ..quantization.bitsandbytes import check_method, find_config
 from ..sharding.plan import place_model
@@ -288,10 +290,18 @@ class SetUpMixin:
         else:
             super()._move_model_to_device(model, device)
 
-    def compute_loss_context_manager(self):
+    def autocast(self) -> ExitStack:
+        """The context of models that run beside the loss."""
         contexts = super().compute_loss_context_manager()
         if self.backend.unknown_upstream:
             contexts.enter_context(self.backend.autocast(self.compiled.compute_dtype))
+        return contexts
+
+    def compute_loss_context_manager(self):
+        contexts = self.autocast()
+        if self.backend.static_shapes:
+            # Also for an override of `compute_loss` that calls the model itself.
+            contexts.enter_context(static_masks(self.segment_ids, sdpa=not self.backend.traces_steps))
         return contexts
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:

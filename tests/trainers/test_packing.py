@@ -6,6 +6,7 @@ from fixes import assert_fixes
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl import SFTTrainer
 
+from hf_tpu_ext import TPUSFTTrainer
 from hf_tpu_ext.examples.tiny import make_model
 
 
@@ -42,7 +43,7 @@ def test_losses_of_documents_are_those_of_unpacked_ones(runs, tmp_path, strategy
         inputs = packed._prepare_inputs(batch)
         from hf_tpu_ext.layers.attention import static_masks
 
-        with torch.no_grad(), static_masks(inputs.pop("segment_ids")):
+        with torch.no_grad(), static_masks(packed.segment_ids):
             log_probs = packed.model(**inputs, use_cache=False, fused_lm_head=True).log_probs
         losses = document_losses(packed, batch, packed.backend.fetch(log_probs))
         for tokens, loss in losses.items():
@@ -52,6 +53,21 @@ def test_losses_of_documents_are_those_of_unpacked_ones(runs, tmp_path, strategy
             assert loss == pytest.approx(-alone.sum().item(), rel=1e-5)
             checked += 1
     assert checked == len(reference)
+
+
+class CallsTheModel(TPUSFTTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+def test_documents_do_not_see_each_other_in_a_loss_of_ones_own(runs):
+    """One that calls the model, and not upstream's `compute_loss`."""
+    settings = {"packing": True, "max_length": 64, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 4}
+    own, upstreams = (runs.ours(cls=cls, **settings).state.log_history for cls in (CallsTheModel, None))
+    for name in ("loss", "grad_norm", "eval_loss"):
+        mine, theirs = ([entry[name] for entry in logs if name in entry] for logs in (own, upstreams))
+        assert len(mine) in (1, 4) and mine == pytest.approx(theirs, rel=1e-5)
 
 
 def test_packed_training_has_one_program_and_counts_every_token(runs):

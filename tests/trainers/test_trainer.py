@@ -2,6 +2,7 @@
 
 import gc
 import random
+import re
 import weakref
 
 import pytest
@@ -86,6 +87,22 @@ def test_plain_training_arguments(classify, same_logs):
     ours = classify(TPUTrainer)
     same_logs(ours, classify(Trainer, use_cpu=True))
     assert ours.watch.recompiles == 0 and len(ours.watch.programs) == 2
+
+
+class CallsTheModel(TPUTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+def test_a_loss_of_ones_own_that_calls_the_model_is_replayed(classify, same_logs, capsys):
+    """Its masks, too, are made without a read."""
+    config = {"step_replay": True, "dataloader_drop_last": True}
+    trainers = [classify(cls, TPUTrainingArguments, **config) for cls in (CallsTheModel, TPUTrainer)]
+    for trainer in trainers:
+        same_logs(trainer, classify(Trainer, use_cpu=True, dataloader_drop_last=True))
+    own, upstreams = re.findall(r"(\d+ executions \(\d+ replayed\), \d+ device-to-host)", capsys.readouterr().out)
+    assert own == upstreams and "(0 replayed)" not in own
 
 
 def test_buckets(classify, same_logs):

@@ -81,6 +81,8 @@ class BatchesMixin(ImagesMixin):
         self._rows_of_example: dict[str, int] = {}
         # What a line was said about already.
         self._said: set[str] = set()
+        # Of a packed batch on the device, from when it is prepared until it is forgotten.
+        self.segment_ids: torch.Tensor | None = None
 
     @property
     def _pad_token_id(self) -> int:
@@ -316,7 +318,9 @@ class BatchesMixin(ImagesMixin):
                 else value
                 for key, value in device_batch.items()
             }
-        return PreparedBatch(self.by_length.take(device_batch))
+        batch = PreparedBatch(self.by_length.take(device_batch))
+        self.segment_ids = batch.pop("segment_ids", None)
+        return batch
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | int | None:
         if not self.backend.static_shapes:

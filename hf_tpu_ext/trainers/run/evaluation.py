@@ -171,7 +171,7 @@ class CompiledEvaluation:
             try:
                 yield
             finally:
-                self.by_length.forget()
+                self.forget_batch()
 
     def _read_predictions(self, predictions: list[tuple[Any, int, int, int, dict]]) -> list[tuple[int, tuple]]:
         # What upstream would concatenate on the device, a program per number of batches, is put together on the host.

@@ -34,7 +34,7 @@ class StepsMixin:
     def _loss_compiled(self, inputs: dict[str, Any]) -> Iterator[None]:
         """Within this context, upstream's code computes the loss of a batch in static shapes, and reads nothing."""
         with (
-            self.models_compiled(inputs.pop("segment_ids", None)),
+            self.models_compiled(inputs.pop("segment_ids", self.segment_ids)),
             self.chips.gather_over_chips(self.accelerator),
             self.micro_steps_as_data({} if self.model.training else self.data_of_evaluation()),
             self.metrics_deferred(),
@@ -131,7 +131,12 @@ class StepsMixin:
         try:
             return super().training_step(model, inputs, num_items_in_batch)
         finally:
-            self.by_length.forget()
+            self.forget_batch()
+
+    def forget_batch(self) -> None:
+        """Let go of what is on the device besides the batch: the step is over."""
+        self.by_length.forget()
+        self.segment_ids = None
 
     def _overridden_step(self, *args, **kwargs) -> torch.Tensor:
         loss = type(self).training_step(self, *args, **kwargs)

@@ -15,7 +15,7 @@ from ...generation.sampling import count_until_end, find_ends
 
 
 # The only method of a trainer whose code runs while text is generated.
-_METHODS = ("compute_loss_context_manager",)
+_METHODS = ("autocast_smart_context_manager",)
 
 
 class TextGeneration:
@@ -58,7 +58,7 @@ class TextGeneration:
         # A run adds the end of its tokenizer to the model's own settings, and so may the caller.
         settings = unwrap_peft_model(self._model).generation_config.to_json_string()
         key, generators = (self, self._model, *lengths, settings), self._programs.of_run
-        with trainer.models_as_run(), trainer.compute_loss_context_manager(), trainer.chips.tokens_stay_on_chips():
+        with trainer.models_as_run(), trainer.autocast(), trainer.chips.tokens_stay_on_chips():
             if key not in generators:
                 generators[key] = Generator(
                     self._model, self._backend, self._config, lengths, self._run, self._compile
@@ -77,7 +77,7 @@ class TextGeneration:
         # The random numbers of the run go on as they were.
         with (
             torch.no_grad(),
-            self._trainer.compute_loss_context_manager(),
+            self._trainer.autocast(),
             torch.random.fork_rng([model.device] if model.device.type == "cuda" else [], enabled=seed is not None),
         ):
             if seed is not None:

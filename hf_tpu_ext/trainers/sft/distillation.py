@@ -1,6 +1,5 @@
 """Fine-tuning that also learns from a teacher."""
 
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,6 @@ from ...distillation.fused_head import Distillation, Head, TokenTerms, distill
 from ...distillation.losses import TopK
 from ...distillation.teachers import OnlineTeacher, Teacher, anchor_teacher, check_vocabulary
 from ...errors import UserError
-from ...layers.attention import static_masks
 from ...layers.autocast import matmul_dtype
 from ...layers.chunked_head import head_computed_by
 from ...quantization.fake_quantized import without_rounding
@@ -155,13 +153,8 @@ class DistillationMixin:
         self._check_loss()
         mode = "train" if self.model.training else "eval"
         has_label = inputs["labels"][:, 1:].flatten() != -100
-        masks = (
-            static_masks(inputs.get("segment_ids"), not self.backend.traces_steps)
-            if self.backend.static_shapes
-            else nullcontext()
-        )
         # The student's own base is a teacher as it was before it was rounded.
-        with masks, torch.no_grad(), without_rounding(self.rounding):
+        with torch.no_grad(), without_rounding(self.rounding):
             teacher = self.teacher(self.model, inputs)
         token_terms: list[TokenTerms] = []
 
