@@ -17,6 +17,10 @@ from .recipe import Recipe
 
 #: Keys that take a directory, or the name of something on the hub.
 _KEYS = ("dataset_name", "model_name_or_path", "teacher_model_name_or_path", "kd_teacher")
+# What `load_dataset` calls files with these ends.
+_FORMATS = {".jsonl": "json", ".txt": "text"}
+# Keys of data.
+_OF_DATA = ("dataset_name", "datasets")
 
 
 class NoSuchPath(UserError):
@@ -29,15 +33,19 @@ def check_paths(recipe: Recipe, reads_data: bool = True) -> None:
     hub, and is close to one here, gets a line.
     """
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    for key in _KEYS if reads_data else _KEYS[1:]:
-        value = recipe.get(key)
-        if key == "dataset_name" and isinstance(value, str) and os.path.isfile(value):
-            _refuse_file(recipe, value)
+    values = [(key, recipe.get(key)) for key in (_KEYS if reads_data else _KEYS[1:])]
+    entries = (recipe.get("datasets") or []) if reads_data else []
+    # With files of its own, the path is the name of a format.
+    values += [("datasets", entry.get("path")) for entry in entries if not {"data_files", "data_dir"} & entry.keys()]
+    for key, value in values:
+        if key in _OF_DATA and isinstance(value, str) and os.path.isfile(value):
+            _refuse_file(recipe, key, value)
         if key == "model_name_or_path" and isinstance(value, str) and (reason := why_no_tokenizer(value)) is not None:
             raise NoSuchPath(f"{recipe.where(key)}: {reason}.")
         if not isinstance(value, str) or "://" in value or os.path.exists(value):
             continue
-        message = f"{recipe.where(key)}: {key} is {value!r}, and there is no such file or directory in {os.getcwd()}, where paths begin."
+        what = "a path of datasets" if key == "datasets" else key
+        message = f"{recipe.where(key)}: {what} is {value!r}, and there is no such file or directory in {os.getcwd()}, where paths begin."
         hint = hint_at_similar(value)
         if not may_be_on_hub(value):
             raise NoSuchPath(message + hint)
@@ -48,7 +56,7 @@ def check_paths(recipe: Recipe, reads_data: bool = True) -> None:
             )
         # `Qwen/Qwen3-0.6B-Base` may be on the hub, although there is a directory `Qwen/Qwen3-0.6B` here. Of a directory `chats` that is
         # gone, datasets would go on with the rows that it has kept.
-        if (hint or key == "dataset_name" and "/" not in value) and os.environ.get("RANK", "0") == "0":
+        if (hint or key in _OF_DATA and "/" not in value) and os.environ.get("RANK", "0") == "0":
             print(f"{message} It is looked for on the hub.{hint}", file=sys.stderr)
 
 
@@ -76,10 +84,15 @@ def _reaches(address: str) -> bool:
     return True
 
 
-def _refuse_file(recipe: Recipe, file: str) -> None:
+def _refuse_file(recipe: Recipe, key: str, file: str) -> None:
     directory, suffix = os.path.splitext(file)
+    if key == "datasets":
+        raise UserError(
+            f"{recipe.where(key)}: a path of datasets is the file {file!r}. Name its format and the file:\ndatasets:\n"
+            f"  - path: {_FORMATS.get(suffix, suffix[1:])}\n    data_files: {file}"
+        )
     raise UserError(
-        f"{recipe.where('dataset_name')}: dataset_name is the file {file!r}, and load_dataset takes directories. Put it into one: "
+        f"{recipe.where(key)}: dataset_name is the file {file!r}, and load_dataset takes directories. Put it into one: "
         f"{shlex.join(['mkdir', directory])} && {shlex.join(['mv', file, f'{directory}/train{suffix}'])}, and then "
         f"--dataset_name {shlex.quote(directory)}"
     )

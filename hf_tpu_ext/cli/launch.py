@@ -19,7 +19,7 @@ from .recipe_parser import RecipeParser
 # What launchers set in the processes that they start, as accelerate reads it.
 _OF_LAUNCHERS = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 #: Set in processes whose mistakes the one that has started them tells.
-LAUNCHER_TELLS = "HF_TPU_EXT_LAUNCHER_TELLS"
+LAUNCHER_TELLS = "HF_TPU_LAUNCHER_TELLS"
 # That processes have when they are told to stop.
 _SECONDS_TO_SAVE = 600
 

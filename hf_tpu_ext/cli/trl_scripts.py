@@ -132,6 +132,10 @@ class TRLScript:
             raise UserError("model_name_or_path is missing. For example: --model_name_or_path Qwen/Qwen3-0.6B")
         if script_args.dataset_name is None and not dataset_args.datasets:
             raise UserError(f"dataset_name is missing. For example: --dataset_name {self.dataset}")
+        if (share := dataset_args.test_split_size) is not None and not 0 < share < 1:
+            raise UserError(
+                f"test_split_size={share:g} is no share of the rows. Set it between 0 and 1, for example test_split_size: 0.1"
+            )
         if not dataset_args.datasets:
             _check_mixture(script_args.dataset_name, dataset_args)
         elif dataset_args.streaming and dataset_args.test_split_size is not None:

@@ -67,6 +67,9 @@ def advise_split(split: str, script_args) -> str:
     if split != name and name in {path.stem for path in files}:
         return f"{holds}: set dataset_{name}_split to {name}. Or: {advice}"
     if {path.stem for path in files} == {"train"}:
-        return f"{holds}: put rows to evaluate on beside it, as test{files[0].suffix}, or leave out eval_strategy."
+        return (
+            f"{holds}: put rows to evaluate on beside it, as test{files[0].suffix}; or have a part of them held out, by `datasets: [{{path: "
+            f"{directory}}}]` and `test_split_size: 0.1` in a recipe; or leave out eval_strategy."
+        )
     setting = "" if split == name else f" and dataset_{name}_split to {name}"
     return f"{holds}: rename the file {use} to {name}{files[0].suffix}{setting}. Or: {advice}"

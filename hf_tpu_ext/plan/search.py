@@ -89,7 +89,7 @@ def search(
         fitting = [trial for trial in trials if trial.fits]
         best = [trial for trial in fitting if not any(_is_better(other, trial) for other in fitting)]
         best.sort(key=lambda trial: trial.tokens_per_second, reverse=True)
-        yield replace(plan, trials=best, advice=_advice(trials, settings))
+        yield replace(plan, trials=best, advice=_advice(trials, settings, _ROWS in varied_names))
 
 
 def _announce(plan: Plan, variants: Sequence[_Variant], varies_rows: bool, jobs: int) -> str:
@@ -231,7 +231,7 @@ def _is_better(other: Trial, trial: Trial) -> bool:
     return theirs != mine and all(their >= my for their, my in zip(theirs, mine, strict=True))
 
 
-def _advice(trials: list[Trial], settings: Mapping[str, str]) -> list[str]:
+def _advice(trials: list[Trial], settings: Mapping[str, str], varies_rows: bool) -> list[str]:
     if all(trial.fits is None for trial in trials):
         return []
     fitting = [trial for trial in trials if trial.fits]
@@ -239,12 +239,10 @@ def _advice(trials: list[Trial], settings: Mapping[str, str]) -> list[str]:
         return [
             "No variant that was tried fits. Besides what was varied: more chips (--topology), a smaller max_length or model."
         ]
-    largest = max(fitting, key=lambda trial: (int(trial.settings[_ROWS]), trial.tokens_per_second))
-    fastest = max(fitting, key=lambda trial: trial.tokens_per_second)
-    best = {
-        "the largest batch that was found to fit": largest,
-        "the fastest by the compiler's estimate": fastest,
-    }
+    best = {"the fastest by the compiler's estimate": max(fitting, key=lambda trial: trial.tokens_per_second)}
+    if varies_rows:
+        largest = max(fitting, key=lambda trial: (int(trial.settings[_ROWS]), trial.tokens_per_second))
+        best = {"the largest batch that was found to fit": largest, **best}
     same = [trial for trial in fitting if trial.settings[_ROWS] == settings[_ROWS]]
     if same:
         best["the fastest with the present global batch size"] = max(same, key=lambda trial: trial.tokens_per_second)

@@ -198,6 +198,12 @@ def test_a_part_of_a_stream(mixture):
         mixture(**{key: value for key, value in keys.items() if key != name})
 
 
+def test_a_number_of_rows_to_hold_out(mixture):
+    assert_fixes(
+        mixture, dict(datasets=[{"path": "json", "data_files": "d"}], test_split_size=10), "test_split_size: 0.1"
+    )
+
+
 def test_keys_of_a_mixture_beside_one_dataset(mixture):
     message = refusal(mixture, dict(dataset_name="d", test_split_size=0.1))
     mixture(**yaml.safe_load(message[message.index("datasets:") :]))

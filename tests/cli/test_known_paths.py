@@ -9,6 +9,8 @@ import subprocess
 
 import datasets
 import pytest
+import yaml
+from fixes import refusal
 from trl import ScriptArguments
 from trl.scripts.utils import DatasetConfig, DatasetMixtureConfig
 
@@ -46,6 +48,21 @@ def test_a_path_that_is_not_there(here, value, near):
     if near is not None:
         assert f"Did you mean {near!r}?" in message
         assert os.path.exists(near)
+
+
+def test_a_path_of_datasets(here, capsys):
+    """As `dataset_name`: datasets would go on with rows of that name that it has kept."""
+
+    def check(**entry):
+        check_paths(Recipe(path="recipe.yaml", file={"datasets": [entry]}))
+
+    assert "a path of datasets is './tiny/modle', and there is no such" in refusal(check, {"path": "./tiny/modle"})
+    check(path="tinny")
+    assert "a path of datasets is 'tinny'" in capsys.readouterr().err
+    message = refusal(check, {"path": "rows.jsonl"})
+    (entry,) = yaml.safe_load(message[message.index("datasets:\n") :])["datasets"]
+    assert entry == {"path": "json", "data_files": "rows.jsonl"}
+    check(**entry)
 
 
 @pytest.mark.parametrize(

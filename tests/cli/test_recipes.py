@@ -149,7 +149,10 @@ def test_a_file_that_makes_no_split_is_named(tiny, tmp_path, capsys):
         assert ("to test.jsonl and dataset_test_split to test. Or" in error) == (split == "heldout")
     (data / "heldout.jsonl").rename(tmp_path / "test.jsonl")
     assert main(argv) == 2
-    said = f"{data} holds train.jsonl: put rows to evaluate on beside it, as test.jsonl, or leave out eval_strategy."
+    said = (
+        f"{data} holds train.jsonl: put rows to evaluate on beside it, as test.jsonl; or have a part of them held out, by `datasets: "
+        f"[{{path: {data}}}]` and `test_split_size: 0.1` in a recipe; or leave out eval_strategy."
+    )
     assert said in capsys.readouterr().err
     (tmp_path / "test.jsonl").rename(data / "test.jsonl")
     assert main(argv) == 0

@@ -195,6 +195,9 @@ def test_text_in_place_of_a_number(runs):
     refused(
         ["learning_rate='1e-2' is text", "learning_rate=1e-2"], lambda: runs.ours(train=False, learning_rate="1e-2")
     )
+    refused(
+        ["max_steps='twenty' is text", "for example max_steps=1."], lambda: runs.ours(train=False, max_steps="twenty")
+    )
 
 
 def test_a_model_that_is_not_there(runs, tmp_path):

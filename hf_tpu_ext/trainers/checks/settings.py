@@ -58,9 +58,14 @@ def check_numbers(args: TrainingArguments) -> None:
     for field in fields(args):
         value = vars(args).get(field.name)
         if isinstance(value, str) and field.type in _NUMBERS:
+            text = f"{field.name}={value!r} is text, and has to be a number"
+            try:
+                float(value)
+            except ValueError:
+                raise UserError(f"{text}, for example {field.name}=1.") from None
             raise UserError(
-                f"{field.name}={value!r} is text, and has to be a number: {field.name}={value}, without quotation marks; or float(...) of "
-                "what a file says, where YAML takes 1e-4 for text and 1.0e-4 for a number."
+                f"{text}: {field.name}={value}, without quotation marks; or float(...) of what a file says, where YAML takes 1e-4 for text "
+                "and 1.0e-4 for a number."
             )
 
 
