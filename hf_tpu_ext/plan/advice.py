@@ -56,7 +56,7 @@ def advise(plan: Plan, run: Run, is_searched: bool = False) -> list[str]:
     if plan.fits is None:
         return []
     if plan.fits:
-        faster = [] if is_searched else ["--search compiles variants, and says which of them are faster."]
+        faster = [] if is_searched else ["--search compiles variants, larger batches among them, and says which are faster."]
         return faster + _half_the_state(run)
     needs = _find_needs(plan)
     state = find_state(plan.programs)

@@ -59,6 +59,9 @@ def make_plan(
         unknown.append(f"the price: {prices} has none for {topology.chip.name}")
     if run.optimizer_steps is None:
         unknown.append("time and cost of the run: the number of steps is not known without the data (set max_steps)")
+    costs = [program.cost for program in plans if program.cost is not None]
+    if run.attention == "splash" and costs and not any(cost.kernel_flops for cost in costs):
+        run = replace(run, attention="slices: the kernel cannot serve, as a line above says")
     return Plan(
         title=title,
         facts=_describe(run, programs, topology),
