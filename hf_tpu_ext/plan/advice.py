@@ -56,8 +56,9 @@ def advise(plan: Plan, run: Run, is_searched: bool = False) -> list[str]:
     if plan.fits is None:
         return []
     if plan.fits:
-        faster = [] if is_searched else ["--search compiles variants, larger batches among them, and says which are faster."]
-        return faster + _half_the_state(run)
+        advice = _half_the_state(run)
+        faster = "--search compiles variants, larger batches among them, and says which are faster."
+        return advice if is_searched else [faster, *advice]
     needs = _find_needs(plan)
     state = find_state(plan.programs)
     changes = _changes_of_state(state, plan.topology, run, len(needs))
