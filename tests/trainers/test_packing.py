@@ -70,6 +70,25 @@ def test_documents_do_not_see_each_other_in_a_loss_of_ones_own(runs):
         assert len(mine) in (1, 4) and mine == pytest.approx(theirs, rel=1e-5)
 
 
+class PreparesInputs(TPUSFTTrainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        return super().training_step(model, self._prepare_inputs(inputs), num_items_in_batch)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        return super().prediction_step(model, self._prepare_inputs(inputs), prediction_loss_only, ignore_keys)
+
+
+@pytest.mark.parametrize("loss_only", [True, False])
+def test_documents_do_not_see_each_other_where_an_override_prepares_its_inputs(runs, loss_only):
+    """Upstream's methods prepare them again, and what was taken out of a batch is in it no more."""
+    settings = {"packing": True, "max_length": 64, "max_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    settings["prediction_loss_only"] = loss_only
+    own, upstreams = (runs.ours(cls=cls, **settings).state.log_history for cls in (PreparesInputs, None))
+    for name in ("loss", "grad_norm", "eval_loss"):
+        mine, theirs = ([entry[name] for entry in logs if name in entry] for logs in (own, upstreams))
+        assert len(mine) in (1, 2) and mine == pytest.approx(theirs, rel=1e-5)
+
+
 def test_packed_training_has_one_program_and_counts_every_token(runs):
     packed = runs.ours(packing=True, max_length=64, num_train_epochs=2, max_steps=-1)
     tokens = sum(len(row["input_ids"]) for row in packed.train_dataset)

@@ -307,6 +307,9 @@ class BatchesMixin(ImagesMixin):
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         if not self.backend.static_shapes:
             return super()._prepare_inputs(inputs)
+        if isinstance(inputs, PreparedBatch):
+            # By an override of `training_step` or `prediction_step` that has called this, and calls upstream's, which does.
+            return inputs
         device_batch = inputs if isinstance(inputs, SentBatch) else self.send_batch(inputs)["batch"]
         if self.backend.manual_sharding.active:
             rows = count_rows(device_batch)
