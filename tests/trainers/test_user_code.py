@@ -457,3 +457,44 @@ def test_lines_of_a_loss_of_ones_own_are_named(runs):
     lines, first = inspect.getsourcelines(own_loss)
     named = [f"[test_user_code.py:{first + index}]" for index in (2, 3)]
     assert causes and all(any(line in cause for line in named) for cause in causes), causes
+
+
+class Weighs(TPUSFTTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        return (self.weigh(loss), outputs) if return_outputs else self.weigh(loss)
+
+    def weigh(self, loss):
+        return loss * self.own.weight
+
+
+class SetsWeight(TrainerCallback):
+    def __init__(self, trainer, kind):
+        self.trainer, self.kind = trainer, kind
+
+    def on_step_end(self, args, state, control, **kwargs):
+        own = self.trainer.own
+        if state.global_step == 4 and self.kind == "in place":
+            own.weight.fill_(0.5)
+        elif state.global_step == 4:
+            own.weight = self.trainer.backend.send(torch.tensor(0.5)) if self.kind == "tensor" else 0.5
+
+
+@pytest.mark.parametrize("kind", ["number", "tensor", "in place"])
+def test_attributes_that_a_loss_of_ones_own_reads_are_compared(runs, kind):
+    """With `step_replay=True`, too, of which the code does the same at every step but for them."""
+    logs = []
+    for step_replay in (True, False):
+        settings = {"step_replay": step_replay, "max_steps": 8, "eval_strategy": "steps", "eval_steps": 4}
+        trainer = runs.ours(cls=Weighs, config_cls=TPUSFTConfig, train=False, **settings)
+        one = 1.0 if kind == "number" else trainer.backend.send(torch.tensor(1.0))
+        trainer.own = SimpleNamespace(weight=one)
+        trainer.add_callback(SetsWeight(trainer, kind))
+        trainer.train()
+        logs.append(
+            [
+                {key: entry.get(key) for key in ("loss", "grad_norm", "eval_loss")}
+                for entry in trainer.state.log_history
+            ]
+        )
+    assert logs[0] == logs[1]

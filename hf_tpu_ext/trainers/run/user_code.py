@@ -7,7 +7,7 @@ import sysconfig
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, cached_property, partial
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -174,11 +174,38 @@ def _keys_in(source: ast.AST) -> Iterator[str]:
 
 def attributes_of_a_step(trainer: Trainer, methods: tuple[str, ...] = METHODS_OF_A_STEP) -> list[str]:
     """
-    List the attributes of a trainer that upstream's code reads within a step, in `methods` and those that they call, and that
-    stay as they are. This package's own are not among them: it knows what it computes with.
+    List the attributes of a trainer that upstream's code and the user's read within a step, in `methods` and those that they call,
+    and that stay as they are. This package's own are not among them: it knows what it computes with.
     """
     upstream = tuple(package for package in KNOWN_PACKAGES if package != _OURS)
-    return sorted(names_of_a_step(type(trainer), methods, packages=upstream) - _BOOKKEEPING)
+    reads = names_of_a_step(type(trainer), methods, packages=upstream) - _BOOKKEEPING
+    return sorted(reads | _names_in_own_code(type(trainer), methods) - (_BOOKKEEPING - {"state"}))
+
+
+@cache
+def _names_in_own_code(cls: type, methods: tuple[str, ...]) -> frozenset[str]:
+    """The names in the user's methods of a trainer that a step calls. Some may be of other objects: there need not be a source to tell."""
+    own = [vars(owner) for owner in cls.__mro__ if not is_known(owner.__module__)]
+    found: set[str] = set()
+    names = list(names_of_a_step(cls, methods))
+    while names:
+        functions = (
+            (function for own_names in own for function in _functions_in(own_names.get(name)))
+            if (name := names.pop()) is not None
+            else ()
+        )
+        for function in functions:
+            new = set(_names_in(function.__code__)) - found
+            found |= new
+            names += new
+    return frozenset(found)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
 
 
 def namespaces_of_a_step(trainer: Trainer, models: Sequence[nn.Module]) -> dict[str, Any]:
