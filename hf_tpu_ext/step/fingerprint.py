@@ -288,7 +288,7 @@ class Fingerprint:
 
     def _changed_entry(self) -> str | None:
         for entries in filter(None, self._empty):
-            return _compare(*self._names[id(entries)], entries, {})
+            return _compare(*self._names[id(entries)], _by_key(entries), {})
         writes = list(map(dict_version, self._dicts))
         places: Iterable[int] = range(len(writes))
         if COUNTS_ATTRIBUTES:
@@ -363,9 +363,9 @@ def compile_alone(
     return backend.programs.compile(function, state, fingerprint, backend.programs.real_copies())
 
 
-def _by_key(entries: dict[Any, Any] | tuple) -> dict[Any, Any]:
+def _by_key(entries: dict[Any, Any] | list | tuple) -> dict[Any, Any]:
     """Entries by what they are found with: those of a list by their number."""
-    return dict(enumerate(entries)) if isinstance(entries, tuple) else entries
+    return entries if isinstance(entries, dict) else dict(enumerate(entries))
 
 
 def _pick(entries: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

@@ -200,10 +200,11 @@ class BatchesMixin(ImagesMixin):
                 guards = self._last_batch_guards
                 if mode not in self._said:
                     self._said.add(mode)
-                    what = "training" if mode == "train" else "evaluation"
+                    trains = mode == "train"
                     logger.warning(
-                        f"The last batch has {rows} of {num_rows} rows and is not padded, which compiles one more {what} "
-                        f"graph: {reason}. dataloader_drop_last=True drops such batches."
+                        f"The last batch has {rows} of {num_rows} rows and is not padded, which compiles one more "
+                        f"{'training' if trains else 'evaluation'} graph: {reason}. dataloader_drop_last=True drops such batches"
+                        f"{'' if trains else ', whose rows an evaluation then lacks'}."
                     )
         if self.backend.processes.row_shards > 1:
             inputs = self._agree_on_shape(inputs)

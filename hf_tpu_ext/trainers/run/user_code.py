@@ -178,8 +178,8 @@ def attributes_of_a_step(trainer: Trainer, methods: tuple[str, ...] = METHODS_OF
     and that stay as they are. This package's own are not among them: it knows what it computes with.
     """
     upstream = tuple(package for package in KNOWN_PACKAGES if package != _OURS)
-    reads = names_of_a_step(type(trainer), methods, packages=upstream) - _BOOKKEEPING
-    return sorted(reads | _names_in_own_code(type(trainer), methods) - (_BOOKKEEPING - {"state"}))
+    reads = names_of_a_step(type(trainer), methods, packages=upstream) | _names_in_own_code(type(trainer), methods)
+    return sorted(reads - _BOOKKEEPING)
 
 
 @cache
