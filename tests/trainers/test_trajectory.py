@@ -1,5 +1,7 @@
 """On XLA, by torch_xla or torch_tpu, the losses, gradient norms and metrics are those of upstream's trainer on eager CPU."""
 
+import os
+
 import pytest
 import torch
 from datasets import Dataset
@@ -177,16 +179,17 @@ def test_tensors_in_a_dictionary_or_a_list_of_a_batch(tmp_path, same_logs, caplo
         ids, weights = (torch.tensor([row[name] for row in rows]) for name in ("input_ids", "weights"))
         return {"input_ids": ids, "labels": ids, "extra": [weights] if in_list else {"weights": weights}}
 
-    def train(trainer_class, args_class, **more):
+    def train(trainer_class, args_class, chips=1, **more):
         set_seed(0)
         args = args_class(
-            str(tmp_path), max_steps=6, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1,
+            str(tmp_path), max_steps=6, per_device_train_batch_size=4 // chips, learning_rate=1e-2, logging_steps=1,
             remove_unused_columns=False, save_strategy="no", report_to="none", **more,
         )  # fmt: skip
         trainer = trainer_class(Weighted(), args, data_collator=collate, train_dataset=rows)
         trainer.train()
         return trainer
 
-    ours = train(TPUTrainer, TPUTrainingArguments, step_replay=True)
+    chips = int(os.environ.get("CPU_NUM_DEVICES", "1"))
+    ours = train(TPUTrainer, TPUTrainingArguments, chips, step_replay=True)
     assert "recompilation" not in caplog.text and "sync" not in caplog.text
     same_logs(ours, train(Trainer, TrainingArguments, use_cpu=True))

@@ -323,7 +323,8 @@ class BatchesMixin(ImagesMixin):
                 for key, value in device_batch.items()
             }
         batch = PreparedBatch(self.by_length.take(device_batch))
-        self.segment_ids = batch.pop("segment_ids", None)
+        # A copy of what was prepared before has them no more.
+        self.segment_ids = batch.pop("segment_ids", None if isinstance(inputs, SentBatch) else self.segment_ids)
         return batch
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | int | None:
