@@ -233,7 +233,7 @@ class Logs(TrainerCallback):
         self.seen.append(dict(logs))
 
 
-@pytest.mark.parametrize("kind", [pytest.param("dpo", marks=pytest.mark.slow), "reward", "kto"])
+@pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dpo", "kto")), "reward"])
 def test_the_line_at_the_start_counts_both_sequences_of_a_pair(xla, models, kind, capsys):
     trainer, logs = trainer_for(Case(kind, {"gradient_accumulation_steps": 2}, steps=2), models, ours=True), Logs()
     trainer.add_callback(logs)

@@ -159,7 +159,7 @@ def test_the_line_at_the_start_says_where_and_how(runs, capsys):
         assert words in line
 
 
-@pytest.mark.parametrize("lora", [None, {}], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [None, pytest.param({}, marks=pytest.mark.slow)], ids=["full", "lora"])
 def test_a_finished_trainer_lets_go_of_its_weights(runs, lora):
     """A notebook trains again after `del trainer, model` and `gc.collect()`."""
     trainer = runs.ours(config_cls=TPUSFTConfig, lora=lora, max_steps=4, eval_strategy="steps", eval_steps=4)

@@ -480,7 +480,9 @@ class SetsWeight(TrainerCallback):
             own.weight = self.trainer.backend.send(torch.tensor(0.5)) if self.kind == "tensor" else 0.5
 
 
-@pytest.mark.parametrize("kind", ["number", "tensor", "in place"])
+@pytest.mark.parametrize(
+    "kind", ["number", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tensor", "in place"))]
+)
 def test_attributes_that_a_loss_of_ones_own_reads_are_compared(runs, kind):
     """With `step_replay=True`, too, of which the code does the same at every step but for them."""
     logs = []
