@@ -84,6 +84,15 @@ class Fingerprint(Protocol):
         """Why calls cannot run by their program, as a clause: code of the user's runs in them."""
 
 
+class Call(NamedTuple):
+    """A call of a compiled function: its arguments, and the tensors of `data`."""
+
+    data: Mapping[Hashable, Any]
+    tensors: list[torch.Tensor]
+    run: Callable[..., Any]
+    static_args: dict[str, Any]
+
+
 class CompiledFunction(ABC):
     """
     A function of a state and of data, which runs as a compiled program: `compiled(data, run, **static_args)`.
@@ -153,7 +162,7 @@ class CompiledFunction(ABC):
             tensors = [leaf for leaf in tree_leaves(dict(data)) if isinstance(leaf, torch.Tensor)]
             key = (*static_args.items(), *describe_batch(data).items())
             try:
-                return self._run_program(key, self._state(), data, tensors, run, static_args)
+                return self._run_program(key, self._state(), Call(data, tensors, run, static_args))
             except CannotReplay as error:
                 self.refuse(str(error))
         results = self._function(data, **static_args)
@@ -161,19 +170,8 @@ class CompiledFunction(ABC):
         return results
 
     @abstractmethod
-    def _run_program(
-        self,
-        key: Hashable,
-        state: list[torch.Tensor],
-        data: Mapping[Hashable, Any],
-        tensors: list[torch.Tensor],
-        run: Callable[..., Any],
-        static_args: dict[str, Any],
-    ) -> Any:
-        """
-        Run the program for a `key`, or trace the function for one. `tensors` are those of `data`. Raises [`CannotReplay`] where nothing
-        has run.
-        """
+    def _run_program(self, key: Hashable, state: list[torch.Tensor], call: Call) -> Any:
+        """Run the program for a `key`, or trace the function for one. Raises [`CannotReplay`] where nothing has run."""
 
     def _state(self) -> list[torch.Tensor]:
         return [*self._fingerprint.tensors, *self._list_state()]

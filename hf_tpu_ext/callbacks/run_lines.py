@@ -18,8 +18,9 @@ class RunFacts:
     """
     What is known about a run before its first step.
 
-    `rows` are those of one micro-batch, of all chips of this process; of preferences, each is a pair of sequences (`pairs`). There are no lengths where they follow the data,
-    and `programs` are the graphs that the device will compile for training. `changes` are settings that were replaced or have no effect,
+    `rows` are those of one micro-batch, of all chips of this process; of preferences, each is a pair of sequences (`pairs`). There are
+    no lengths where they follow the data, and `programs` are the graphs that the device will compile for training. `changes` are
+    settings that were replaced or have no effect,
     `token_waste` says how much is padding and what to set against it, and `token_share` is the share of the tokens in
     batches that are not, where row lengths are known.
     """

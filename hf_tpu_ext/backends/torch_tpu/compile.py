@@ -1,6 +1,6 @@
 """`compile` on torch_tpu: a function is traced with tensors that have no values, and its graph compiled ahead of its first run."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from ..base import Backend
-from ..compiled_function import DRAWS_ON_HOST, REPLACES_STATE, SYNCS, CannotReplay, CompiledFunction, Programs
+from ..compiled_function import DRAWS_ON_HOST, REPLACES_STATE, SYNCS, Call, CannotReplay, CompiledFunction, Programs
 from ..random_state import read_random_state
 
 
@@ -37,38 +37,26 @@ class _StateAsArguments(TorchDispatchMode):
 class TorchTPUCompiledFunction(CompiledFunction):
     """A function on torch_tpu. Where it cannot be traced, operators are run one by one."""
 
-    def _run_program(
-        self,
-        key: Hashable,
-        state: list[Tensor],
-        data: Mapping[Hashable, Any],
-        tensors: list[Tensor],
-        run: Callable[..., Any],
-        static_args: dict[str, Any],
-    ) -> Any:
+    def _run_program(self, key: Hashable, state: list[Tensor], call: Call) -> Any:
         if key not in self._programs:
-            return run(run=partial(self._run_first, key, data, tensors, static_args))
-        results = self._programs[key](state, tensors)
+            return call.run(run=partial(self._run_first, key, call))
+        results = self._programs[key](state, call.tensors)
         self.replays = True
         self._backend.replays += 1
         return results
 
-    def _run_first(
-        self, key: Hashable, data: Mapping[Hashable, Any], tensors: list[Tensor], static_args: Mapping[str, Any]
-    ) -> Any:
-        self._programs[key] = program = self._compile(data, tensors, static_args)
-        return program(self._state(), tensors)
+    def _run_first(self, key: Hashable, call: Call) -> Any:
+        self._programs[key] = program = self._compile(call)
+        return program(self._state(), call.tensors)
 
-    def _compile(
-        self, data: Mapping[Hashable, Any], tensors: list[Tensor], static_args: Mapping[str, Any]
-    ) -> Callable:
+    def _compile(self, call: Call) -> Callable:
         state, random_state = self._state(), read_random_state()
 
         def traceable(of_state: list[Tensor], of_data: list[Tensor]) -> Any:
             arguments = iter(of_data)
-            batch = tree_map_only(Tensor, lambda _: next(arguments), dict(data))
+            batch = tree_map_only(Tensor, lambda _: next(arguments), dict(call.data))
             with _StateAsArguments(state, of_state), self._fingerprint.trace():
-                results = self._function(batch, **static_args)
+                results = self._function(batch, **call.static_args)
             if self._fingerprint.code is not None:
                 raise CannotReplay(self._fingerprint.code)
             if not self._draws_on_host and read_random_state() != random_state:
@@ -80,7 +68,7 @@ class TorchTPUCompiledFunction(CompiledFunction):
         # Layers that are compiled by themselves are a part of the whole here.
         with _keeping_gradients(state), self._backend.as_written():
             try:
-                return self._backend.compile_function(traceable, [[tensor.detach() for tensor in state], tensors])
+                return self._backend.compile_function(traceable, [[tensor.detach() for tensor in state], call.tensors])
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise CannotReplay(SYNCS) from error
 

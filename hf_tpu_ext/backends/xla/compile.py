@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import compress
@@ -18,6 +18,7 @@ from ..compiled_function import (
     DRAWS_ON_HOST,
     REPLACES_STATE,
     SYNCS,
+    Call,
     CannotReplay,
     CompiledFunction,
     StateLost,
@@ -255,21 +256,13 @@ class XLACompiledFunction(CompiledFunction):
         self._aliases: set[int] = set()
         self._placements: tuple[str, ...] = ()
 
-    def _run_program(
-        self,
-        key: Hashable,
-        state: list[torch.Tensor],
-        data: Mapping[Hashable, Any],
-        tensors: list[torch.Tensor],
-        run: Callable[..., Any],
-        static_args: dict[str, Any],
-    ) -> Any:
+    def _run_program(self, key: Hashable, state: list[torch.Tensor], call: Call) -> Any:
         compiles = self._backend.compiles()
         key = (self._follow_placements(state), *key)
         program = self._programs.get(key)
         if program is None or not program.is_checked or not program.is_kept(compiles):
-            return self._trace(key, program, state, data, tensors, run, static_args)
-        results = self._replay(program, state, tensors)
+            return self._trace(key, program, state, call)
+        results = self._replay(program, state, call.tensors)
         self.replays, program.compiles = True, compiles
         return results
 
@@ -302,25 +295,16 @@ class XLACompiledFunction(CompiledFunction):
 
     # ---- Tracing ----
 
-    def _trace(
-        self,
-        key: Hashable,
-        earlier: Executable | None,
-        state: list[torch.Tensor],
-        data: Mapping[Hashable, Any],
-        tensors: list[torch.Tensor],
-        run: Callable[..., Any],
-        static_args: dict[str, Any],
-    ) -> Any:
+    def _trace(self, key: Hashable, earlier: Executable | None, state: list[torch.Tensor], call: Call) -> Any:
         """Trace the function, and run its program for the first or the second time."""
         trace, graph, reason = None, None, None
         try:
-            trace = self._backend.programs.begin_trace(state, tensors)
+            trace = self._backend.programs.begin_trace(state, call.tensors)
         except CannotReplay as error:
             reason = str(error)
         try:
             with self._fingerprint.trace():
-                output = self._function(data, **static_args)
+                output = self._function(call.data, **call.static_args)
         except BaseException:
             if trace is not None:
                 trace.undo()
@@ -339,14 +323,14 @@ class XLACompiledFunction(CompiledFunction):
         try:
             if (reason := self._agree("the end of a trace", reason)) is not None:
                 raise CannotReplay(reason)
-            run(run=partial(self._run_first, key, earlier, graph, state, tensors))
+            call.run(run=partial(self._run_first, key, earlier, graph, state, call.tensors))
         except StateLost:
             # Nothing that is still to be computed may hold on to buffers that are gone: the next program would fail.
             trace.drop(graph)
             raise
         except CannotReplay as error:
             self.refuse(str(error))
-            run(run=self._backend.end_step)
+            call.run(run=self._backend.end_step)
         return output
 
     def _without_base(self, tensor: torch.Tensor) -> torch.Tensor:

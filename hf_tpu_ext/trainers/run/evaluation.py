@@ -114,8 +114,7 @@ class CompiledEvaluation:
                 "how the trainer computes": self.settings_of_programs(),
             },
         )
-        if compiled.why_traced is not None and self.programs.step_replay is not False:
-            self.programs.warn_traced(compiled.why_traced, training=False)
+        self.programs.warn_if_traced(compiled)
         return compiled
 
     def _why_batches_are_traced(self, models: list[nn.Module]) -> str | None:

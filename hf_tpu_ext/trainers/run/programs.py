@@ -61,6 +61,11 @@ class TrainerPrograms:
             logger.warning(f"{what} is traced: {reason}. step_replay=False silences this line.")
         self._said.add(reason)
 
+    def warn_if_traced(self, compiled: CompiledFunction) -> None:
+        """Say that what runs beside steps is traced each time, and why, unless that was asked for."""
+        if compiled.why_traced is not None and self.step_replay is not False:
+            self.warn_traced(compiled.why_traced, training=False)
+
     def why_traced(self, models: Sequence[nn.Module], *methods: tuple[str, ...]) -> str | None:
         """
         Why each call of a function is to be traced, as a clause: it runs models, the trained one first, and code of the

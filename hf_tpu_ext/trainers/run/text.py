@@ -95,6 +95,6 @@ class TextGeneration:
         compiled = self._programs.compile(function, [self._model], _METHODS, state)
         if self._trainer.compile_step == "off" and self._backend.compiles_functions:
             compiled.why_traced = "compile_step='off'"
-        elif compiled.why_traced is not None and self._programs.step_replay is not False:
-            self._programs.warn_traced(compiled.why_traced, training=False)
+        else:
+            self._programs.warn_if_traced(compiled)
         return compiled

@@ -189,13 +189,9 @@ def _names_in_own_code(cls: type, methods: tuple[str, ...]) -> frozenset[str]:
     found: set[str] = set()
     names = list(names_of_a_step(cls, methods))
     while names:
-        functions = (
-            (function for own_names in own for function in _functions_in(own_names.get(name)))
-            if (name := names.pop()) is not None
-            else ()
-        )
-        for function in functions:
-            new = set(_names_in(function.__code__)) - found
+        name = names.pop()
+        for function in [function for attributes in own for function in _functions_in(attributes.get(name))]:
+            new = {*_names_in(function.__code__)} - found
             found |= new
             names += new
     return frozenset(found)
