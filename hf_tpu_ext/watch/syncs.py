@@ -40,14 +40,15 @@ _HAND_ON = (torch.overrides.__file__, torch._tensor.__file__, torch.nn.parameter
 class Read:
     """
     A place that reads the device, or that runs an operator on the host: what does it, as it is written; its line and, if that is
-    a library's, the user's that calls it, empty where none is known; whether it is within a step, whose program ends there; and the
-    operator that ran on the host, empty for a plain read.
+    a library's, the user's that calls it, empty where none is known; whether it is within a step, whose program ends there, or in
+    `on_log`; and the operator that ran on the host, empty for a plain read.
     """
 
-    what: str
-    place: str
-    in_step: bool
-    operator: str
+    what: str = ""
+    place: str = ""
+    in_step: bool = False
+    in_log: bool = False
+    operator: str = ""
 
 
 class ReadFinder(TorchFunctionMode):
@@ -88,6 +89,7 @@ class ReadFinder(TorchFunctionMode):
                 what=_AS_WRITTEN.get(func.__name__, f".{func.__name__}()"),
                 place=place if reads == line else f"{describe_line(reads)}, called at {place}",
                 in_step=any(frame.function == "training_step" for frame in frames),
+                in_log=any(frame.function == "on_log" for frame in frames),
                 operator=operators[0] if operators else "",
             )
         ] += 1
@@ -187,7 +189,7 @@ class SyncMonitor(TrainerCallback):
         if not steps or not reads:
             return
         self._explained_reads = reads / steps
-        for read, count in (finder.reads_by_place or {Read("", "", False, ""): reads}).items():
+        for read, count in (finder.reads_by_place or {Read(): reads}).items():
             if read not in self.syncs:
                 times = "once" if count == 1 else f"{count} times"
                 logger.warning(
@@ -221,4 +223,6 @@ def _advise(read: Read) -> str:
             "The host waits, and the device computes its inputs twice: keep it a tensor, and use torch.where instead of "
             "a branch."
         )
+    if read.in_log:
+        return "The host waits for each: fetch all that you log in one transfer, with trainer.backend.fetch({name: tensor})."
     return "The host waits for the device: fetch it in on_log, in one transfer, with trainer.backend.fetch."
