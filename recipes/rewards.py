@@ -12,16 +12,7 @@ def last_number(message: str | list[dict[str, str]]) -> float | None:
 
 def same_number(completions, solution, **kwargs) -> list[float]:
     """
-    1 for a completion whose last number is that of the text in the column `solution`, and 0 for another.
-
-    Args:
-        completions (`list`):
-            What the model wrote: texts, or conversations.
-        solution (`list[str]`):
-            Solutions, which end with their number.
-
-    Returns:
-        `list[float]`: A reward for each completion.
+    1 for a completion (a text or a conversation) whose last number is that of the text in the column `solution`, and 0 for another.
     """
     return [
         float(last_number(made) is not None and last_number(made) == last_number(wanted))
