@@ -1,5 +1,6 @@
-"""Reads a teacher's distributions from disk."""
+"""Reads a teacher's distributions from disk, and brings them through a batch to the loss."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from datasets import Dataset
+from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -25,6 +27,10 @@ from .cache_format import (
     tokenizer_hash,
 )
 from .losses import TopK
+
+
+# What a batch holds of a teacher's answers, each of shape `(batch, length, ...)`.
+_KEYS = ("teacher_ids", "teacher_log_probs", "teacher_log_tail")
 
 
 class TeacherCache:
@@ -179,3 +185,40 @@ class TeacherCache:
             )
         share = manifest.coverage[manifest.temperatures.index(temperature)]
         return [describe_coverage(share, temperature, manifest.top_k)] if share < LOW_COVERAGE else []
+
+
+def collate_with_teacher(
+    collator: Callable[[list], Mapping[str, Any]], cache: TeacherCache, temperature: float, top_k: int, examples: list
+) -> dict[str, Any]:
+    """
+    Collate examples, and look each of them up in a teacher's cache.
+
+    Args:
+        collator (`Callable`):
+            Data collator. Its batches have a row for each example, in their order, padded on the right.
+        cache ([`TeacherCache`]): The teacher's answers. A sequence that it does not have is a `ValueError`.
+        temperature (`float`): One of the cache's temperatures.
+        top_k (`int`): Tokens of each position.
+        examples (`list`): Examples with `input_ids`.
+
+    Returns:
+        `dict[str, Any]`: The batch, with `teacher_ids` (int32) and `teacher_log_probs` (float32) of shape
+        `(batch, length, top_k)`, and `teacher_log_tail` (float32) of shape `(batch, length)`.
+    """
+    batch = dict(collator(examples))
+    rows, length = batch["input_ids"].shape
+    of_batch = TopK(
+        torch.zeros((rows, length, top_k), dtype=torch.int32),
+        torch.zeros((rows, length, top_k)),
+        torch.zeros((rows, length)),
+    )
+    for row, example in enumerate(examples):
+        of_example = cache.lookup(example["input_ids"], temperature, top_k)
+        for whole, part in zip(of_batch, of_example, strict=True):
+            whole[row, : part.shape[0]] = part
+    return {**batch, **dict(zip(_KEYS, of_batch, strict=True))}
+
+
+def cached_teacher(student: nn.Module, inputs: dict[str, Any]) -> TopK:
+    """The most likely tokens of a teacher that ran before, which [`collate_with_teacher`] has put into a batch."""
+    return TopK(*(inputs.pop(key)[:, :-1].flatten(0, 1) for key in _KEYS))

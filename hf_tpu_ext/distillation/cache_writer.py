@@ -7,8 +7,6 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,6 +97,7 @@ class CacheWriter:
         fitting = _MOST_BYTES // (settings.token_bytes * max(lengths))
         self._per_shard = sequences_per_shard or max(1, min(_MOST_SEQUENCES, fitting))
         self._shards: dict[int, Shard] = {}
+        #: Whether its manifest is written.
         self.complete = False
         self._processes = processes
         same = len(set(processes.exchange("the settings of a cache", settings))) == 1
@@ -191,8 +190,7 @@ class CacheWriter:
             coverage_sums=tuple(coverage_sums.tolist()),
             largest_id=largest_id,
         )
-        with self._need_room():
-            write_atomically(self.directory / shard.file, data)
+        self._write_whole(shard.file, data)
         return number, shard
 
     def _check(self, number: int, ids: np.ndarray, values: np.ndarray) -> None:
@@ -219,7 +217,7 @@ class CacheWriter:
     def _finish(self) -> None:
         if not self.complete:
             assert not self.pending
-            shards = [self._shards[number] for number in sorted(self._shards)]
+            shards = [shard for _, shard in sorted(self._shards.items())]
             for shard in shards:
                 if (damage := find_damage(self.directory, shard, verify=False)) is not None:
                     raise UserError(
@@ -236,8 +234,7 @@ class CacheWriter:
                 sequences_per_shard=self._per_shard,
                 shards=tuple(shards),
             )
-            with self._need_room():
-                write_atomically(self.directory / MANIFEST, _json(dataclasses.asdict(manifest)))
+            self._write_whole(MANIFEST, _json(dataclasses.asdict(manifest)))
         (self.directory / PROGRESS).unlink(missing_ok=True)
 
     def _continue(self, overwrite: bool) -> set[str]:
@@ -290,14 +287,9 @@ class CacheWriter:
             )
 
     def _note_progress(self) -> None:
-        shards = [dataclasses.asdict(self._shards[number]) for number in sorted(self._shards)]
-        content = {
-            "settings": dataclasses.asdict(self.settings),
-            "sequences_per_shard": self._per_shard,
-            "shards": shards,
-        }
-        with self._need_room():
-            write_atomically(self.directory / PROGRESS, _json(content))
+        shards = [dataclasses.asdict(shard) for _, shard in sorted(self._shards.items())]
+        content = {"sequences_per_shard": self._per_shard, "shards": shards}
+        self._write_whole(PROGRESS, _json({"settings": dataclasses.asdict(self.settings), **content}))
 
     # ---- Room ----
 
@@ -309,10 +301,10 @@ class CacheWriter:
             for sequences in self.pending
         )
 
-    @contextmanager
-    def _need_room(self) -> Iterator[None]:
+    def _write_whole(self, name: str, data: bytes) -> None:
+        """Write a file, which appears when it is complete. A full disk is a `ValueError`."""
         try:
-            yield
+            write_atomically(self.directory / name, data)
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 raise

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from hf_tpu_ext.backends import select_backend
 from hf_tpu_ext.distillation.cache import TeacherCache
+from hf_tpu_ext.distillation.cache_builder import TeacherRows
 from hf_tpu_ext.distillation.cache_format import FORMAT, sequence_key
-from hf_tpu_ext.distillation.top_k import TeacherRows
 
 
 VOCAB_SIZE = 259

@@ -10,9 +10,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.trainer_utils import unwrap_peft_model
 
-from ...distillation.cache import TeacherCache
+from ...distillation.cache import TeacherCache, cached_teacher, collate_with_teacher
 from ...distillation.cache_format import MAKE
-from ...distillation.collator import cached_teacher, collate_with_teacher
 from ...distillation.fused_head import Distillation, Head, TokenTerms, distill
 from ...distillation.losses import TopK
 from ...distillation.teachers import OnlineTeacher, Teacher, anchor_teacher, check_vocabulary
