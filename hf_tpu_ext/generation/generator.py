@@ -1,8 +1,7 @@
 """Completions of prompts: a program for each declared length of prompts, and one for all tokens after them."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,8 +18,7 @@ from ..errors import UserError
 from ..layers.attention import static_masks
 from ..layers.static_cache import StaticKeyValueCache, pad_positions
 from ..step.fingerprint import compile_alone
-from .cache_lengths import choose_cache_lengths
-from .copied_weights import CopiedWeights, find_room
+from .memory import CopiedWeights, choose_cache_lengths, find_room
 from .models import cache_argument, check_model
 from .sampling import Sampler, count_until_end
 
@@ -143,10 +141,15 @@ class Generator:
         self._model.eval()
         try:
             masks = static_masks(sdpa=not self._backend.traces_steps)
-            with torch.no_grad(), masks, self._backend.as_written(), self._release_cache():
-                results = self._backend.fetch(
-                    self._generate(ids[::copies], mask[::copies], torch.tensor(seed).to(torch.int32), copies)
-                )
+            with torch.no_grad(), masks, self._backend.as_written():
+                try:
+                    results = self._backend.fetch(
+                        self._generate(ids[::copies], mask[::copies], torch.tensor(seed).to(torch.int32), copies)
+                    )
+                finally:
+                    # The cache is free then, for training to have its memory.
+                    self._backend.flush()
+                    self._state = []
         finally:
             self._model.train(was_training)
         first, others = results[:2], results[2:] or [torch.zeros(0, len(ids))] * 2
@@ -180,15 +183,6 @@ class Generator:
             ids[row, length - len(prompt) :] = prompt
             mask[row, length - len(prompt) :] = 1
         return ids, mask
-
-    @contextmanager
-    def _release_cache(self) -> Iterator[None]:
-        """Context after which the cache is free, for training to have its memory."""
-        try:
-            yield
-        finally:
-            self._backend.flush()
-            self._state = []
 
     # ---- The two programs ----
 

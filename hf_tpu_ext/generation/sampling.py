@@ -82,32 +82,27 @@ class Sampler:
         self._in_one_pass = backend.kernels.platform != "cpu"
         self._samples = bool(config.do_sample)
         self._temperature = config.temperature if self._samples and config.temperature else 1.0
-        ends = find_ends(config)
         #: Tokens that end a text.
-        self.ends = ends
+        self.ends = find_ends(config)
         # No token has the number -1.
-        self._ends = torch.tensor(ends or [-1]).to(backend.device)
-        self._min_new_tokens = (config.min_new_tokens or 0) if ends else 0
-        self.processors = self._processors(model, config, backend.device)
+        self._ends = torch.tensor(self.ends or [-1]).to(backend.device)
+        self._min_new_tokens = (config.min_new_tokens or 0) if self.ends else 0
+        self.processors = LogitsProcessorList(
+            each
+            for each in model._get_logits_processor(
+                config, input_ids_seq_length=1, device=backend.device, logits_processor=[]
+            )
+            if not type(each).__name__.startswith("MinNewTokens")
+        )
+        names = {type(each).__name__ for each in self.processors}
+        for name in sorted(names - _ON_DEVICE):
+            raise UserError(
+                f"A setting of the generation asks for {name}, which cannot run on {backend.device.type}. Allowed are "
+                "temperature, top_k, top_p, min_p, typical_p, epsilon_cutoff, repetition_penalty, suppress_tokens, "
+                "min_new_tokens, eos_token_id. Leave it out, or generate with the model on CPU or CUDA."
+            )
         #: Whether a choice depends on the tokens before.
-        self.reads_history = any(type(each).__name__.startswith("Repetition") for each in self.processors)
-
-    @staticmethod
-    def _processors(model: PreTrainedModel, config: GenerationConfig, device: torch.device) -> LogitsProcessorList:
-        all_processors = model._get_logits_processor(
-            config, input_ids_seq_length=1, device=device, logits_processor=[]
-        )
-        processors = LogitsProcessorList(
-            each for each in all_processors if not type(each).__name__.startswith("MinNewTokens")
-        )
-        for each in processors:
-            if type(each).__name__ not in _ON_DEVICE:
-                raise UserError(
-                    f"A setting of the generation asks for {type(each).__name__}, which cannot run on {device.type}. Allowed "
-                    f"are temperature, top_k, top_p, min_p, typical_p, epsilon_cutoff, repetition_penalty, suppress_tokens, "
-                    "min_new_tokens, eos_token_id. Leave it out, or generate with the model on CPU or CUDA."
-                )
-        return processors
+        self.reads_history = "RepetitionPenaltyLogitsProcessor" in names
 
     def choose(self, logits: Tensor, seed: Tensor, number: Tensor, history: Tensor | None) -> tuple[Tensor, Tensor]:
         """

@@ -152,7 +152,7 @@ def test_layers_as_a_loop(xla):
 def test_alternating_layers_as_a_loop(xla, monkeypatch, room):
     """Layers of the loop between others, with and without copies of their weights."""
     if room is not None:
-        monkeypatch.setattr("hf_tpu_ext.generation.copied_weights.find_room", lambda backend: room)
+        monkeypatch.setattr("hf_tpu_ext.generation.memory.find_room", lambda backend: room)
     sliding, full = "sliding_attention", "full_attention"
     types = [full, sliding, full, sliding, full, full]
     gemma = dict(head_dim=16, sliding_window=6, num_hidden_layers=len(types), layer_types=types)

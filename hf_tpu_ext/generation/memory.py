@@ -1,4 +1,7 @@
-"""Copies of weights that a program of many tokens reads, in the form that its compiler multiplies by fastest."""
+"""
+The memory that generation takes for speed: copies of weights in the form that the compiler multiplies by fastest, and caches of several
+lengths, of which a token reads the shortest that holds it.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -16,6 +19,10 @@ from ..layers.layer_scan import LayerStack
 
 # The share of a chip's memory that copies of weights may take while text is generated, and a second cache as much again.
 _MOST_MEMORY = 0.25
+#: Lengths before the last are multiples of it, the width of a vector of a TPU.
+MULTIPLE = 128
+#: The fewest tokens that a length is for.
+LEAST = 32
 
 
 def find_room(backend: Backend) -> int:
@@ -83,3 +90,41 @@ class CopiedWeights:
         of_stack = nullcontext() if self._stack is None else self._stack.reading(weights[num_linear:])
         with _reparametrize_module(self._model, dict(zip(self._linear, weights[:num_linear], strict=True))), of_stack:
             yield
+
+
+def choose_cache_lengths(
+    cache: Sequence[Tensor], model: nn.Module, prompt: int, new_tokens: int, chips: int, room: int
+) -> list[int]:
+    """
+    Choose the lengths of the cache, one after the other, while tokens are generated.
+
+    Attention reads the whole cache for every token. Where that is more than the weights, which a token reads as well, a cache of
+    about half the length comes first, if it has room for the prompt and memory has room for both. Each length is a loop of its
+    own, which takes its time to compile.
+
+    Args:
+        cache (`Sequence[torch.Tensor]` of shapes `(..., positions, width)`):
+            Keys and values of all layers and rows, of any number of positions.
+        model ([`~torch.nn.Module`]):
+            The model. Weights of a floating dtype are read in the dtype of the cache, others (packed ones) as they are.
+        prompt (`int`): Positions of the prompt.
+        new_tokens (`int`): Tokens after it, at most.
+        chips (`int`): Chips that each have a part of the rows, and all weights.
+        room (`int`): Bytes that a shorter cache may take on a chip beside the next one.
+
+    Returns:
+        `list[int]`: Positions, ascending. The last has all tokens.
+    """
+    of_position = sum(tensor.nbytes // tensor.shape[-2] for tensor in cache) // chips
+    width = cache[0].dtype.itemsize
+    weights = sum(
+        weight.numel() * (width if weight.is_floating_point() else weight.dtype.itemsize)
+        for weight in model.parameters()
+    )
+    lengths = [prompt + new_tokens]
+    while of_position * lengths[0] > weights:
+        half = round(lengths[0] / (2 * MULTIPLE)) * MULTIPLE
+        if not prompt + LEAST <= half <= lengths[0] - LEAST or of_position * half > room:
+            break
+        lengths.insert(0, half)
+    return lengths
