@@ -56,9 +56,8 @@ def advise(plan: Plan, run: Run, is_searched: bool = False) -> list[str]:
     if plan.fits is None:
         return []
     if plan.fits:
-        advice = _half_the_state(run)
         faster = "--search compiles variants, larger batches among them, and says which are faster."
-        return advice if is_searched else [faster, *advice]
+        return ([] if is_searched else [faster]) + [HALVES_STATE] * run.trains_in_float32
     needs = _find_needs(plan)
     state = find_state(plan.programs)
     changes = _changes_of_state(state, plan.topology, run, len(needs))
@@ -92,7 +91,7 @@ def advise_besides(plan: Plan, run: Run) -> list[str]:
     if plan.fits is None:
         return []
     if plan.fits or plan.trials:
-        return _half_the_state(run)
+        return [HALVES_STATE] * run.trains_in_float32
     changes = _changes_of_state(find_state(plan.programs), plan.topology, run)
     return [str(change) for change in changes if not change.setting.startswith("mesh")]
 
@@ -113,10 +112,6 @@ def foresee(programs: Sequence[TracedProgram], topology: Topology, run: Run) -> 
         f"Before anything is computed, {parts} take {how_much}, so this will hardly fit. To change it: {fix}. "
         "It is compiled all the same, to say what is missing."
     )
-
-
-def _half_the_state(run: Run) -> list[str]:
-    return [HALVES_STATE] if run.trains_in_float32 else []
 
 
 def _find_needs(plan: Plan) -> list[_Need]:
@@ -155,18 +150,16 @@ def _changes_of_rows(needs: Sequence[_Need], run: Run, kept: float) -> list[_Cha
     it leaves when what a chip keeps is `kept` less.
     """
     changes = []
-    for is_evaluation, setting, rows, effect in (
-        (
-            False,
-            "per_device_train_batch_size",
-            run.per_device_train_batch_size,
-            ", with {} times the gradient_accumulation_steps",
-        ),
-        (True, "per_device_eval_batch_size", run.per_device_eval_batch_size, ""),
+    evaluates = {
+        need.kind: need.kind in (EVALUATION_STEP, PREDICTION_STEP) or need.kind.endswith(OF_EVALUATION)
+        for need in needs
+        if need.kind not in (PREFILL, DECODE)
+    }
+    for is_evaluation, setting, rows in (
+        (False, "per_device_train_batch_size", run.per_device_train_batch_size),
+        (True, "per_device_eval_batch_size", run.per_device_eval_batch_size),
     ):
-        of_these = [
-            need for need in needs if need.kind not in (PREFILL, DECODE) and _evaluates(need.kind) == is_evaluation
-        ]
+        of_these = [need for need in needs if evaluates.get(need.kind) is is_evaluation]
         if not of_these:
             continue
         if rows == 1:
@@ -175,7 +168,8 @@ def _changes_of_rows(needs: Sequence[_Need], run: Run, kept: float) -> list[_Cha
             continue
         fewer = _fewer_rows(of_these, rows, 0) or _fewer_rows(of_these, rows, kept) or 1
         saved = [need.activations * (rows - fewer) / rows if need in of_these else 0 for need in needs]
-        changes.append(_Change(f"{setting}: {fewer}", effect.format(rows // fewer), saved))
+        effect = "" if is_evaluation else f", with {rows // fewer} times the gradient_accumulation_steps"
+        changes.append(_Change(f"{setting}: {fewer}", effect, saved))
     return changes
 
 
@@ -190,7 +184,3 @@ def _fewer_rows(needs: Sequence[_Need], rows: int, kept: float) -> int | None:
         ),
         None,
     )
-
-
-def _evaluates(kind: str) -> bool:
-    return kind in (EVALUATION_STEP, PREDICTION_STEP) or kind.endswith(OF_EVALUATION)

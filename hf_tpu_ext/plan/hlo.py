@@ -40,6 +40,11 @@ class Shape:
         bits = 8 if self.dtype == "pred" else int(re.search(r"\d+", self.dtype)[0])
         return self.size * bits // 8
 
+    @property
+    def bytes_in_memory(self) -> int:
+        """What of it is in the main memory: nothing, where the compiler keeps it on the chip."""
+        return 0 if self.space else self.num_bytes
+
 
 @dataclass(frozen=True)
 class Instruction:
