@@ -9,7 +9,7 @@ from ..formatting import count, dtype_name
 from .launch import start_processes
 from .recipe import load_recipe
 from .recipe_parser import RecipeParser
-from .unreadable_data import advise_split, naming_broken_rows
+from .script_checks import advise_split, naming_broken_rows
 
 
 DESCRIPTION = """\

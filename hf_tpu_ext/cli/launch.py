@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from subprocess import TimeoutExpired
-from typing import Any
 
 from ..errors import UserError
 from ..importing import without_garbage_collection
@@ -161,8 +160,13 @@ def _status_of(run: Callable[[], None]) -> int:
         with _time_to_save() as ended_with:
             run()
     except ChildFailedError as error:
-        _tell_failure(error.get_first_failure()[1])
-        return _choose_status({failure.exitcode for failure in error.failures.values()}, os.EX_SOFTWARE)
+        _, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            print(f"Process {failure.local_rank} was killed by {failure.signal_name()}.", file=sys.stderr)
+        elif isinstance(failure.message, dict):
+            # The process has not told it. As PyTorch writes it, after the name of the error's class.
+            tell_mistake(failure.message["message"].partition(": ")[2])
+        return _choose_status({each.exitcode for each in error.failures.values()}, os.EX_SOFTWARE)
     except CalledProcessError as error:
         return error.returncode
     except SignalException as error:
@@ -176,20 +180,10 @@ def tell_mistake(message: str) -> None:
     print(f"hf-tpu: error: {message}\n(HF_TPU_EXT_TRACEBACK=1 shows where)", file=sys.stderr)
 
 
-def _tell_failure(failure: Any) -> None:
-    """Print why the first of several processes has ended, by its `ProcessFailure`, where the process itself has not."""
-    if failure.exitcode < 0:
-        print(f"Process {failure.local_rank} was killed by {failure.signal_name()}.", file=sys.stderr)
-    elif isinstance(failure.message, dict):
-        # As PyTorch writes it, after the name of the error's class.
-        tell_mistake(failure.message["message"].partition(": ")[2])
-
-
 def _choose_status(codes: set[int], otherwise: int) -> int:
-    # Each has said why it has ended. Those that were ended for another's sake have not chosen their status.
-    return next(
-        (code for code in (os.EX_TEMPFAIL, *sorted(codes, reverse=True)) if code in codes and code > 0), otherwise
-    )
+    """Of the exit statuses of processes, that of a run that is saved, or the highest that a process has chosen itself."""
+    # Those that were ended for another's sake have not chosen theirs.
+    return os.EX_TEMPFAIL if os.EX_TEMPFAIL in codes else max((code for code in codes if code > 0), default=otherwise)
 
 
 @contextmanager

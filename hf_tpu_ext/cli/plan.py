@@ -17,8 +17,8 @@ from ..errors import UserError
 from ..examples.jsonl import write_splits
 from ..installing import install_command
 from .json_output import json_output
-from .known_paths import NoSuchPath
 from .recipe import Recipe, load_recipe, with_underscores
+from .recipe_checks import NoSuchPath
 from .trl_scripts import SCRIPTS, take_command
 
 

@@ -159,8 +159,7 @@ def load_recipe(argv: list[str], tiny_data: str, reads_data: bool = True) -> Rec
     not there, that of the data only where the command `reads_data`.
     """
     # Which read recipes.
-    from .known_keys import check_keys
-    from .known_paths import check_paths
+    from .recipe_checks import check_keys, check_paths
 
     recipe = read_recipe(argv)
     for key, lines in recipe.repeated_keys.items():

@@ -11,8 +11,8 @@ from trl import TrlParser
 
 from ..errors import UserError
 from ..yes_no import NO, YES
-from .known_keys import refuse_unknown
 from .recipe import SMOKE_DIR, Recipe
+from .recipe_checks import refuse_unknown
 
 
 _KEYS = f"""
@@ -104,10 +104,10 @@ class RecipeParser(TrlParser):
                 arguments.resume_from_checkpoint = _boolean(arguments.resume_from_checkpoint)
         return instances
 
-    def split(self, recipe: Recipe) -> dict[str, Any]:
+    def split(self, recipe: Recipe) -> dict[str, argparse.Action | None]:
         """
-        The keys of a recipe that are options of `accelerate launch`, in its order. As with `trl`, what is also a field of
-        the dataclasses is not among them.
+        The keys of a recipe that are options of `accelerate launch`, in its order, with what that does with each. As with `trl`,
+        what is also a field of the dataclasses is not among them.
 
         Raises:
             `ValueError`: A key is neither.
@@ -123,13 +123,12 @@ class RecipeParser(TrlParser):
         launcher = _launcher_actions()
         unknown = [(values, key) for values, key in rest if key not in launcher]
         refuse_unknown(recipe, unknown, [*self._fields, *launcher, "config", "smoke"], self.prog)
-        return {key: recipe.get(key) for _, key in rest}
+        return {key: launcher[key] for _, key in rest}
 
     def launcher_words(self, recipe: Recipe) -> list[str]:
         """The command line of `accelerate launch` that a recipe asks for, without a script. Raises as [`split`] does."""
-        options = self.split(recipe)
-        actions = _launcher_actions() if options else {}
-        return [word for key in options for word in _launcher_option(key, actions[key], recipe)]
+        options = self.split(recipe).items()
+        return [word for key, action in options for word in _launcher_option(key, action, recipe)]
 
     def _convert_value(self, key: str, recipe: Recipe) -> Any:
         action, hint, value = self._fields[key], self._hints[key], recipe.get(key)

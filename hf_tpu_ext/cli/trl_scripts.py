@@ -13,9 +13,8 @@ from ..temporarily import temporarily
 from .launch import start_processes
 from .recipe import Recipe, load_recipe
 from .recipe_parser import RecipeParser
-from .reward_functions import check_reward_functions
+from .script_checks import advise_split, check_mixture, check_reward_functions, naming_broken_rows
 from .swap import TRAINERS
-from .unreadable_data import advise_split, naming_broken_rows
 
 
 _DESCRIPTION = """\
@@ -132,7 +131,7 @@ class TRLScript:
             raise UserError("model_name_or_path is missing. For example: --model_name_or_path Qwen/Qwen3-0.6B")
         if script_args.dataset_name is None and not dataset_args.datasets:
             raise UserError(f"dataset_name is missing. For example: --dataset_name {self.dataset}")
-        _check_mixture(script_args.dataset_name, dataset_args)
+        check_mixture(script_args.dataset_name, dataset_args)
         if self.rewards and not (script_args.reward_funcs or script_args.reward_model_name_or_path):
             raise UserError(
                 "reward_funcs, the functions that score completions, is missing. For example: --reward_funcs accuracy_reward, or a "
@@ -232,27 +231,6 @@ def take_command(own: str, argv: list[str]) -> tuple[str, str, list[str]]:
     if argv and argv[0] in SCRIPTS:
         return argv[0], f"{own} {argv[0]}", argv[1:]
     return "sft", own, argv
-
-
-def _check_mixture(dataset_name: str, dataset_args) -> None:
-    """Refuse keys of `datasets` that do not go together, and those that TRL ignores beside `dataset_name`."""
-    share, is_mixture = dataset_args.test_split_size, bool(dataset_args.datasets)
-    if share is not None and not 0 < share < 1:
-        raise UserError(
-            f"test_split_size={share:g} is no share of the rows. Set it between 0 and 1, for example test_split_size: 0.1"
-        )
-    if share is not None and not is_mixture:
-        raise UserError(
-            f"test_split_size has no effect beside dataset_name. In a recipe, write in its place:\ndatasets:\n  - path: {dataset_name}\n"
-            f"test_split_size: {share}"
-        )
-    if share is not None and dataset_args.streaming:
-        raise UserError(
-            "test_split_size takes rows out of a dataset whose size is known, which that of a stream is not. Leave streaming out, or "
-            "leave test_split_size out and name a split: dataset_test_split: test"
-        )
-    if dataset_args.streaming and not is_mixture:
-        raise UserError("streaming has no effect beside dataset_name. There the key is dataset_streaming: true")
 
 
 def _sees(model_args, trust_remote_code: bool) -> bool:

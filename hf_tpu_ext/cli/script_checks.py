@@ -1,15 +1,78 @@
-"""What to do about data of a recipe that cannot be read: rows that are broken, in place of a traceback, or a split that is not there."""
+"""
+What TRL's scripts ignore, or end with a traceback for, is said with what to do: keys that do not go together, reward functions and
+splits that are not there, rows that are broken.
+"""
 
+import difflib
 import json
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
 from ..errors import UserError
+from ..hub_names import hint_at_similar
 
 
+# What TRL's scripts know by name.
+_OF_TRL = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
 # Of files with rows. A dataset's card and hidden files are none.
 _SUFFIXES = {".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt"}
+
+
+def check_mixture(dataset_name: str, dataset_args) -> None:
+    """Refuse keys of `datasets` that do not go together, and those that TRL ignores beside `dataset_name`."""
+    share, is_mixture = dataset_args.test_split_size, bool(dataset_args.datasets)
+    if share is not None and not 0 < share < 1:
+        raise UserError(
+            f"test_split_size={share:g} is no share of the rows. Set it between 0 and 1, for example test_split_size: 0.1"
+        )
+    if share is not None and not is_mixture:
+        raise UserError(
+            f"test_split_size has no effect beside dataset_name. In a recipe, write in its place:\ndatasets:\n  - path: {dataset_name}\n"
+            f"test_split_size: {share}"
+        )
+    if share is not None and dataset_args.streaming:
+        raise UserError(
+            "test_split_size takes rows out of a dataset whose size is known, which that of a stream is not. Leave streaming out, or "
+            "leave test_split_size out and name a split: dataset_test_split: test"
+        )
+    if dataset_args.streaming and not is_mixture:
+        raise UserError("streaming has no effect beside dataset_name. There the key is dataset_streaming: true")
+
+
+def check_reward_functions(names: Iterable[str]) -> None:
+    """Refuse the name of a reward function that TRL's scripts do not find (`ValueError`): one of theirs, or `module.function`."""
+    # As TRL's scripts do, which would import the module next.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    for name in names:
+        if name in _OF_TRL:
+            continue
+        module, _, function = name.rpartition(".")
+        if not module:
+            raise UserError(
+                f"reward_funcs: {name!r} is none of TRL's ({', '.join(_OF_TRL)}). A function of yours is named with its module, "
+                f"for example my_rewards.{name} for {name} in my_rewards.py."
+            )
+        try:
+            functions = vars(import_module(module))
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                # Something that the module imports.
+                raise
+            file = f"{module.replace('.', '/')}.py"
+            raise UserError(
+                f"reward_funcs: {name!r} needs the module {module}, and there is no {file} in {os.getcwd()}, nor an installed "
+                f"module of this name.{hint_at_similar(file)}"
+            ) from error
+        if function not in functions:
+            own = [key for key, value in functions.items() if callable(value) and not key.startswith("_")]
+            close = difflib.get_close_matches(function, own, n=1)
+            hint = f"Did you mean {module}.{close[0]}?" if close else f"It has {', '.join(own) or 'no function'}."
+            raise UserError(f"reward_funcs: {module} has no function {function!r}. {hint}")
 
 
 @contextmanager

@@ -1,23 +1,56 @@
 """
-A path of a recipe that is not there is refused in no time; what may be a name on the hub is not, unless there is no way to the
-hub. A line of data that is no JSON is named.
+A typing error in a recipe is refused before anything that takes seconds is imported. A path that is not there is refused in no time;
+what may be a name on the hub is not, unless there is no way to the hub.
 """
 
+import dataclasses
 import os
 import socket
 import subprocess
+import sys
 
-import datasets
 import pytest
 import yaml
 from fixes import refusal
-from trl import ScriptArguments
-from trl.scripts.utils import DatasetConfig, DatasetMixtureConfig
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
-from hf_tpu_ext.cli.known_paths import NoSuchPath, check_paths
+from hf_tpu_ext import trainers
 from hf_tpu_ext.cli.recipe import Recipe
-from hf_tpu_ext.cli.unreadable_data import naming_broken_rows
+from hf_tpu_ext.cli.recipe_checks import NoSuchPath, _names, check_keys, check_paths
+from hf_tpu_ext.cli.recipe_parser import _launcher_actions
 from hf_tpu_ext.errors import UserError
+
+
+def test_typing_error_is_refused_before_heavy_imports(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("learning_rat: 1e-4\n")
+    program = (
+        "import sys; from hf_tpu_ext.cli.main import main; status = main(sys.argv[1:]);"
+        "print(status, sorted({'torch', 'transformers', 'datasets'} & sys.modules.keys()))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, "sft", "--config", str(recipe)], capture_output=True, text=True, timeout=60
+    )
+    assert result.stdout == "2 []\n"
+    assert f"unknown key 'learning_rat' in {recipe}. Did you mean 'learning_rate'?" in result.stderr
+
+
+def test_a_key_that_begins_as_a_known_one_is_taken_for_that():
+    recipe = Recipe(command_line={"lora_rank": "8"})
+    with pytest.raises(UserError, match="unknown key 'lora_rank' on the command line. Did you mean 'lora_r'?"):
+        check_keys(recipe)
+
+
+CONFIGS = [vars(trainers)[name] for name in trainers.__all__ if name.endswith(("Config", "Arguments"))]
+
+
+@pytest.mark.parametrize("kind", [*CONFIGS, ModelConfig, ScriptArguments, DatasetMixtureConfig])
+def test_every_field_is_known(kind):
+    assert {field.name for field in dataclasses.fields(kind)} <= {*_names()}
+
+
+def test_every_option_of_the_launcher_is_known():
+    assert {*_launcher_actions()} <= {*_names()}
 
 
 @pytest.fixture
@@ -106,30 +139,6 @@ def test_without_a_way_to_the_hub(here, monkeypatch):
         check_paths(recipe)
         taken.listen()
         check_paths(Recipe(file={"model_name_or_path": "tiny/other"}))
-
-
-def test_a_line_that_is_no_json(here):
-    (here / "chats").mkdir()
-    (here / "chats" / "train.jsonl").write_text('{"text": "a"}\n\n{"text": "b"\n')
-    with pytest.raises(UserError, match="chats/train.jsonl, line 3, is not JSON: .* Correct the line or remove it"):
-        mixture = DatasetMixtureConfig([DatasetConfig("chats"), DatasetConfig("trl-lib/Capybara")])
-        with naming_broken_rows(ScriptArguments(), mixture):
-            datasets.load_dataset("chats", cache_dir=str(here / "cache"))
-    with pytest.raises(datasets.exceptions.DatasetGenerationError):
-        with naming_broken_rows(ScriptArguments("tiny"), DatasetMixtureConfig()):
-            datasets.load_dataset("chats", cache_dir=str(here / "cache"))
-
-
-def test_files_of_other_columns(here):
-    (here / "pairs").mkdir()
-    (here / "pairs" / "train.jsonl").write_text('{"chosen": "a", "rejcted": "b"}\n')
-    (here / "pairs" / "test.jsonl").write_text('{"chosen": "a", "rejected": "b"}\n')
-    with pytest.raises(UserError) as error:
-        with naming_broken_rows(ScriptArguments("pairs"), DatasetMixtureConfig()):
-            datasets.load_dataset("pairs", cache_dir=str(here / "cache"))
-    message = str(error.value)
-    assert "pairs/test.jsonl has chosen, rejected; pairs/train.jsonl has chosen, rejcted" in message
-    assert "need the same columns" in message and "Rename a column" in message
 
 
 def test_data_that_is_gone_gets_a_line(here, capsys):
