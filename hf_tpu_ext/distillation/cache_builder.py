@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from ..backends.base import Backend
 from ..backends.compiled_function import CompiledFunction, run_alone
 from ..backends.processes import ALONE, Processes
-from ..data import pad_rows
+from ..data.static_shapes import pad_rows
 from ..layers.attention import static_masks
 from ..layers.batch_length import BatchLength
 from ..step.fingerprint import compile_alone

@@ -10,7 +10,7 @@ from transformers.trainer_utils import unwrap_peft_model
 
 from ..backends.compiled_function import StateLost
 from ..callbacks.run_record import RunRecord
-from ..data import StaticShapeCollator
+from ..data.static_shapes import StaticShapeCollator
 from ..layers.adapters import adapters_scaled_inside
 from ..layers.frozen_weights import bfloat16_holds
 from .checkpoint.directories import leaving_no_empty_dir, newest_checkpoint, set_aside

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..data import CollatedBatch, WrappedCollator, count_rows
+from ..data.static_shapes import CollatedBatch, WrappedCollator, count_rows
 from ..errors import UserError
 from .families import ImageFamily
 

@@ -28,7 +28,7 @@ from meter import Plan
 from tables import make_parser, publish
 from transformers import AutoTokenizer
 
-from hf_tpu_ext.data import round_up_length
+from hf_tpu_ext.data.buckets import round_up_length
 from hf_tpu_ext.examples.tiny import SIZES, make_arithmetic, make_model
 
 

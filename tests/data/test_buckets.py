@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from hf_tpu_ext.data import batch_lengths, percentile_buckets, round_up_length, validate_buckets
+from hf_tpu_ext.data.buckets import batch_lengths, percentile_buckets, round_up_length, validate_buckets
 
 
 def padded_size(lengths, buckets):

@@ -6,7 +6,9 @@ from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from hf_tpu_ext.data import StaticShapeCollator, TokenWaste, batch_lengths, pad_rows, percentile_buckets
+from hf_tpu_ext.data.buckets import batch_lengths, percentile_buckets
+from hf_tpu_ext.data.padding_report import TokenWaste
+from hf_tpu_ext.data.static_shapes import StaticShapeCollator, pad_rows
 
 
 MAX_LENGTH = 256

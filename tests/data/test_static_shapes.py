@@ -9,9 +9,9 @@ from torch.utils.data import DataLoader
 from transformers import BatchEncoding
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from hf_tpu_ext.data import (
+from hf_tpu_ext.data.packing import PackedCollator
+from hf_tpu_ext.data.static_shapes import (
     PAD_VALUES,
-    PackedCollator,
     ShapeGuard,
     StaticShapeCollator,
     count_all,

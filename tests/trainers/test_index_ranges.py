@@ -33,7 +33,7 @@ from transformers import (
 from trl import DPOConfig, GRPOConfig, SFTConfig
 
 from hf_tpu_ext import TPUDPOTrainer, TPUGRPOTrainer, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
-from hf_tpu_ext.data import CollatedBatch
+from hf_tpu_ext.data.static_shapes import CollatedBatch
 from hf_tpu_ext.trainers.run.index_ranges import IndexRanges
 
 

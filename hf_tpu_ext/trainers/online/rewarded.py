@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ...data import round_up_length
+from ...data.buckets import round_up_length
 from ...errors import UserError
 from ...generation.generator import are_in_groups
 from ...layers.chunked_head import head_wrapped_by

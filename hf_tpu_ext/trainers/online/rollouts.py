@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import ProcessorMixin, Trainer
 
-from ...data import round_up_length, validate_buckets
+from ...data.buckets import round_up_length, validate_buckets
 from ...errors import UserError
 from ...generation.sampling import check_generation_config
 from ...temporarily import temporarily

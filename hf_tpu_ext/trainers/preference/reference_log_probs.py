@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from ...atomic_write import write_atomically
 from ...backends.compiled_function import CompiledFunction
 from ...backends.processes import bytes_of
-from ...data import count_rows
+from ...data.static_shapes import count_rows
 from ..checks.upstream import upstream_names
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMix
 from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
-from ...data import (
+from ...data.static_shapes import (
     CollatedBatch,
     ShapeGuard,
     StaticShapeCollator,

@@ -16,7 +16,7 @@ from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, has_length
 
 from ...backends.compiled_function import CompiledFunction
-from ...data import as_collated, count_rows
+from ...data.static_shapes import as_collated, count_rows
 from ...layers.random_numbers import RandomNumbers
 from ...step.metrics import DeviceSums
 from ...step.running_code import is_known

@@ -16,7 +16,7 @@ from transformers.trainer_utils import unwrap_peft_model
 
 from ... import __version__
 from ...callbacks.run_lines import RunFacts
-from ...data import TokenWaste
+from ...data.padding_report import TokenWaste
 from ...formatting import count, dtype_name
 from ...quantization.bitsandbytes import find_config
 from ...quantization.packed_linear import count_parameters, names_of_packed

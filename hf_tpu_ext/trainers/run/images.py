@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import ProcessorMixin, TrainingArguments
 
-from ...data import StaticShapeCollator, round_up_length
+from ...data.buckets import round_up_length
+from ...data.static_shapes import StaticShapeCollator
 from ...errors import UserError
 from ...vision.collator import IMAGE_COLUMNS, ImageCollator
 from ...vision.families import FAMILIES, ImageFamily

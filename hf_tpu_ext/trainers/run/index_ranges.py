@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.trainer_utils import unwrap_peft_model
 
-from ...data import CollatedBatch, as_collated
+from ...data.static_shapes import CollatedBatch, as_collated
 from ...errors import UserError
 from ...step.running_code import is_known
 

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from transformers import TrainingArguments
 
-from ...data import batch_lengths, percentile_buckets, round_up_length, validate_buckets
+from ...data.buckets import batch_lengths, percentile_buckets, round_up_length, validate_buckets
 from ...errors import UserError
 from ..checks.datasets import named_datasets
 from ..configs import ExtensionArguments, PaddedArguments

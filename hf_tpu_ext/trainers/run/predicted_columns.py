@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ...data import as_collated
+from ...data.static_shapes import as_collated
 
 
 def find_added(inputs: Mapping[str, Any], device_batch: Mapping[str, Any]) -> dict[str, tuple[int, int]]:

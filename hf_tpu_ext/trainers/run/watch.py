@@ -10,7 +10,7 @@ import torch
 from ...backends.compiled_function import describe_batch
 from ...backends.folded_numbers import describe_number
 from ...backends.insight import SourceLine
-from ...data import WrappedCollator
+from ...data.static_shapes import WrappedCollator
 from ...step.fingerprint import Fingerprint
 from ...step.optimizer import LazyAdamW
 from ...step.running_code import is_known

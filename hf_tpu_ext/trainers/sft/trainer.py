@@ -18,7 +18,7 @@ from trl import SFTConfig, SFTTrainer
 
 from ...callbacks.run_record import RunRecord
 from ...callbacks.samples import ShowSamples
-from ...data import PackedCollator
+from ...data.packing import PackedCollator
 from ...errors import UserError
 from ..checkpoint.saving import UPSTREAM_METRICS
 from ..checks.datasets import check_dataset, named_datasets
