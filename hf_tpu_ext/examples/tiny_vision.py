@@ -31,26 +31,24 @@ _QWEN = {
     "vision_start_token": "<|vision_start|>",
     "vision_end_token": "<|vision_end|>",
 }
+_IDEFICS = {
+    "image_token": "<image>",
+    "fake": "<fake_token_around_image>",
+    "eou": "<end_of_utterance>",
+    "g": "<global-img>",
+}
 # The tokens that stand for images, by the names that processors look for, and what a chat template writes for an image.
 _TOKENS = {
     "gemma3": (
         {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
         "<start_of_image>",
     ),
-    "idefics3": (
-        {
-            "image_token": "<image>",
-            "fake": "<fake_token_around_image>",
-            "eou": "<end_of_utterance>",
-            "g": "<global-img>",
-        },
-        "<image>",
-    ),
+    "idefics3": (_IDEFICS, "<image>"),
     "llava": ({"image_token": "<image>"}, "<image>"),
     "qwen2_5_vl": (_QWEN, "<|vision_start|><|image_pad|><|vision_end|>"),
+    "qwen3_vl": (_QWEN, "<|vision_start|><|image_pad|><|vision_end|>"),
+    "smolvlm": (_IDEFICS, "<image>"),
 }
-_TOKENS["smolvlm"] = _TOKENS["idefics3"]
-_TOKENS["qwen3_vl"] = _TOKENS["qwen2_5_vl"]
 FAMILIES = tuple(_TOKENS)
 _CHAT_TEMPLATE = (
     "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\\n' }}"
@@ -143,11 +141,10 @@ def find_image_tokens(processor: ProcessorMixin, model_type: str) -> dict[str, i
 
 def _fields(model_type: str, processor: ProcessorMixin, text: dict[str, Any]) -> dict[str, Any]:
     """The configuration of a tiny model."""
-    ids = find_image_tokens(processor, model_type)
-    vision = {"hidden_size": 32, "intermediate_size": 64, "image_size": SIDE, "patch_size": PATCH}
+    vision = {"hidden_size": 32, "intermediate_size": 64, "patch_size": PATCH}
+    fields = find_image_tokens(processor, model_type)
     if model_type.startswith("qwen"):
         rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
-        del vision["image_size"]
         vision |= {"depth": 2, "num_heads": 2, "out_hidden_size": text["hidden_size"]}
         vision["initializer_range"] = SIZES["initializer_range"]
         if model_type == "qwen2_5_vl":
@@ -155,33 +152,19 @@ def _fields(model_type: str, processor: ProcessorMixin, text: dict[str, Any]) ->
         else:
             rope["mrope_interleaved"] = True
             vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
-        return {
-            "text_config": {**text, "rope_parameters": rope},
-            "vision_config": vision,
-            **ids,
-        }
-    vision |= {"num_hidden_layers": 3 if model_type == "llava" else 2, "num_attention_heads": 2}
+        return {"text_config": {**text, "rope_parameters": rope}, "vision_config": vision, **fields}
+    vision |= {"image_size": SIDE, "num_hidden_layers": 2, "num_attention_heads": 2}
     if model_type == "gemma3":
-        return {
-            "text_config": {**text, "query_pre_attn_scalar": 16, "sliding_window": 64},
-            "vision_config": vision,
-            "mm_tokens_per_image": processor.image_seq_length,
-            **ids,
-        }
-    if model_type == "llava":
-        return {
-            "text_config": {"model_type": "llama", **text},
-            "vision_config": {"model_type": "clip_vision_model", **vision},
-            **ids,
-            "image_seq_length": (SIDE // PATCH) ** 2,
-        }
-    return {
-        "text_config": {"model_type": "llama", **text},
-        "vision_config": vision,
-        **ids,
-        "scale_factor": 2,
-        "pad_token_id": text["pad_token_id"],
-    }
+        text = {**text, "query_pre_attn_scalar": 16, "sliding_window": 64}
+        fields["mm_tokens_per_image"] = processor.image_seq_length
+    elif model_type == "llava":
+        text = {"model_type": "llama", **text}
+        vision |= {"model_type": "clip_vision_model", "num_hidden_layers": 3}
+        fields["image_seq_length"] = (SIDE // PATCH) ** 2
+    else:
+        text = {"model_type": "llama", **text}
+        fields |= {"scale_factor": 2, "pad_token_id": text["pad_token_id"]}
+    return {"text_config": text, "vision_config": vision, **fields}
 
 
 def make_digits(count: int, seed: int = 0, shuffled: bool = False) -> Dataset:

@@ -28,60 +28,53 @@ def compare_runs(runs: Sequence[Run], prices: Mapping[str, Price]) -> Report:
         by_minutes = {run.name: [(at / 60, loss) for at, loss in points(run.logs, "loss", "at")] for run in runs}
         if all(by_minutes.values()):
             section.figures.insert(1, draw_curves("Loss over time", by_minutes, over="minutes of training"))
-    results = _compare([headline(run, prices) for run in runs], all_rows=True)
-    recipe = _compare([run.begin["arguments"] for run in runs])
-    others = _compare(
-        [
-            {
-                "begun": begin_time(run.sessions[0]),
-                "model": run.begin["model"]["name"],
-                "parameters": f"{run.begin['model']['parameters']:,}",
-                "trained": f"{run.begin['model']['trained']:,}",
-                **datasets_of(run),
-                "device": run.begin["backend"]["device"],
-                "chips": run.begin["backend"]["chips"],
-                **run.begin["versions"],
-            }
-            for run in runs
-        ],
-        all_rows=True,
-    )
-    compilations = _compare([compilations_of(run) for run in runs], all_rows=True)
-    columns = ["", *(run.name for run in runs)]
+    others = [
+        {
+            "begun": begin_time(run.sessions[0]),
+            "model": run.begin["model"]["name"],
+            "parameters": f"{run.begin['model']['parameters']:,}",
+            "trained": f"{run.begin['model']['trained']:,}",
+            **datasets_of(run),
+            "device": run.begin["backend"]["device"],
+            "chips": run.begin["backend"]["chips"],
+            **run.begin["versions"],
+        }
+        for run in runs
+    ]
     of_step = [{name: format_seconds(seconds) for name, seconds in time_of_step(run).items()} for run in runs]
-    speed = Section("Mean time of a step", tables=[Table(columns, _compare(of_step, all_rows=True))])
+    speed = _beside("Mean time of a step", runs, _rows(of_step))
     if can_draw() and all(map(time_in_phases, runs)):
         speed.figures.append(draw_shares("Where the time went", {run.name: time_in_phases(run) for run in runs}))
+    recipes = _rows([run.begin["arguments"] for run in runs])
+    differences = _beside("Differences of the recipes", runs, [row for row in recipes if len(set(row[1:])) > 1])
+    if not differences.tables:
+        differences.lines.append("None.")
     sections = [
         Section("Notes", [f"{run.name}: {note}" for run in runs for note in notes_on(run)]),
-        Section("Results", tables=[Table(columns, results)]),
+        _beside("Results", runs, _rows([headline(run, prices) for run in runs])),
         section,
-        *_samples(runs),
+        _samples(runs),
         speed,
-        *([Section("Compilations", tables=[Table(columns, compilations)])] if compilations else []),
-        Section(
-            "Differences of the recipes",
-            [] if recipe else ["None."],
-            tables=[Table(columns, recipe)] if recipe else [],
-        ),
-        Section("Runs", tables=[Table(columns, others)]),
+        _beside("Compilations", runs, _rows([compilations_of(run) for run in runs])),
+        differences,
+        _beside("Runs", runs, _rows(others)),
     ]
     return Report(f"{len(runs)} runs", ", ".join(run.name for run in runs), {}, sections)
 
 
-def _samples(runs: Sequence[Run]) -> list[Section]:
+def _samples(runs: Sequence[Run]) -> Section:
     """What each run answers after training, to the prompts that all were shown."""
     answers = [{sample["prompt"]: sample["after"] for sample in run.samples if "after" in sample} for run in runs]
-    rows = [
-        [prompt, *(of_run[prompt] for of_run in answers)]
-        for prompt in answers[0]
-        if all(prompt in of_run for of_run in answers)
-    ]
-    return [Section("Samples", tables=[Table(["prompt", *(run.name for run in runs)], rows)])] if rows else []
+    shared = [prompt for prompt in answers[0] if all(prompt in of_run for of_run in answers)]
+    return _beside("Samples", runs, [[prompt, *(of_run[prompt] for of_run in answers)] for prompt in shared], "prompt")
 
 
-def _compare(values: Sequence[Mapping[str, Any]], all_rows: bool = False) -> list[list[str]]:
-    """Rows of a table: names, and the value that each run has. By default only where they differ."""
-    names = list(dict.fromkeys(name for of_run in values for name in of_run))
-    rows = [[name, *(str(of_run.get(name, "")) for of_run in values)] for name in names]
-    return [row for row in rows if all_rows or len(set(row[1:])) > 1]
+def _beside(title: str, runs: Sequence[Run], rows: list[list[str]], what: str = "") -> Section:
+    """A section with a table that has a column for each run, if it has rows."""
+    return Section(title, tables=[Table([what, *(run.name for run in runs)], rows)] if rows else [])
+
+
+def _rows(values: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Rows of a table: names, and the value that each run has."""
+    names = dict.fromkeys(name for of_run in values for name in of_run)
+    return [[name, *(str(of_run.get(name, "")) for of_run in values)] for name in names]
