@@ -12,7 +12,7 @@ import torch
 from transformers import TrainerCallback
 
 from ..backends.base import Backend
-from ..report.phases import BESIDES_STEPS, CLASSES_PER_DECADE, PHASES
+from ..report.metrics import BESIDES_STEPS, CLASSES_PER_DECADE, PHASES
 
 
 def class_of(seconds: float) -> int:

@@ -25,18 +25,13 @@ _SECONDS_TO_SAVE = 600
 
 def start_processes(command: str, recipe: Recipe, make_parser: Callable[[], RecipeParser]) -> int | None:
     """
-    Run a recipe in the processes that its device and its launcher's options ask for.
+    Run a recipe, whose environment variables are set, in the processes that its device and its launcher's options ask for.
 
     - On GPUs and the CPU these are the processes that `trl` would start, by `accelerate launch` with the recipe's options.
     - With torch_tpu there is one for each chip. With torch_xla there is this one, which drives all chips.
 
-    Args:
-        command (`str`): Name of the sub-command.
-        recipe ([`Recipe`]): The recipe, whose environment variables are set.
-        make_parser (`Callable[[], RecipeParser]`): Makes the parser of the sub-command.
-
-    Returns:
-        `int` or `None`: The exit status of the processes, or `None` where this process is to run the recipe.
+    They run the sub-command `command`, whose parser `make_parser` makes. Returns their exit status, or `None` where this process is to
+    run the recipe.
     """
     with without_garbage_collection():
         # Imported here: PyTorch comes with it, and reads the environment.

@@ -106,15 +106,8 @@ class TRLScript:
         self, recipe: Recipe, parser: RecipeParser, adapt_trainer: Callable[[type], type] | None = None
     ) -> tuple[Any, ...]:
         """
-        Run the script with a recipe.
-
-        Args:
-            recipe ([`Recipe`]): The recipe.
-            parser ([`RecipeParser`]): What [`parser`] returns.
-            adapt_trainer (`Callable[[type], type]`, *optional*): Makes the trainer class from that of this package.
-
-        Returns:
-            `tuple`: The arguments of the script.
+        Run the script with a recipe, which is parsed by what [`parser`] returns. `adapt_trainer` makes the trainer class from that of
+        this package. Returns the arguments of the script.
         """
         import numpy as np
         import trl

@@ -191,15 +191,8 @@ def collate_with_teacher(
     collator: Callable[[list], Mapping[str, Any]], cache: TeacherCache, temperature: float, top_k: int, examples: list
 ) -> dict[str, Any]:
     """
-    Collate examples, and look each of them up in a teacher's cache.
-
-    Args:
-        collator (`Callable`):
-            Data collator. Its batches have a row for each example, in their order, padded on the right.
-        cache ([`TeacherCache`]): The teacher's answers. A sequence that it does not have is a `ValueError`.
-        temperature (`float`): One of the cache's temperatures.
-        top_k (`int`): Tokens of each position.
-        examples (`list`): Examples with `input_ids`.
+    Collate examples with `input_ids`, and look each of them up in a teacher's cache ([`TeacherCache.lookup`]). Batches of the `collator`
+    have a row for each example, in their order, padded on the right.
 
     Returns:
         `dict[str, Any]`: The batch, with `teacher_ids` (int32) and `teacher_log_probs` (float32) of shape

@@ -87,9 +87,8 @@ def top_k_divergence(teacher: TopK, logits: Tensor, temperature: float, kd_loss:
     """
     [`divergence`] over the teacher's top K tokens and one bucket for all others, from the student's logits.
 
-    Both distributions keep their exact probabilities in the top K, and the rest of their mass in the bucket.
-    Renormalising
-    over the top K instead would throw the tail away and bias the gradient.
+    Both distributions keep their exact probabilities in the top K, and the rest of their mass in the bucket. To renormalise over the top K
+    instead would throw the tail away and bias the gradient.
     """
     student_logits = logits / temperature
     normaliser = student_logits.logsumexp(-1, keepdim=True)

@@ -9,7 +9,7 @@ from ..hardware.prices import Price
 from ..hardware.topologies import Topology
 from ..step.train_step import MICRO_STEP, OF_EVALUATION, OPTIMIZER_STEP
 from .hlo_cost import Cost
-from .programs import RESIDENT, CompiledProgram, Generations
+from .programs import CompiledProgram, Generations, find_state
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,8 @@ class Plan:
         """
         if program.error is not None:
             return program.parts
-        resident = {role: max(other.parts[role] for other in self.compiled_programs) for role in RESIDENT}
-        code = sum(other.parts["generated code"] for other in self.compiled_programs)
-        return program.parts | resident | {"generated code": code}
+        code = sum(other.memory["generated_code"] for other in self.compiled_programs)
+        return program.parts | find_state(self.compiled_programs) | {"generated code": code}
 
     @property
     def largest(self) -> CompiledProgram | None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ..formatting import format_number, format_seconds
 from ..installing import install_command
+from .metrics import CLASSES_PER_DECADE
 from .parts import Figure
-from .phases import CLASSES_PER_DECADE
 
 
 #: Points of a curve, as pairs of a step, or a time, and a value.

@@ -9,9 +9,8 @@ from ..formatting import count, count_each, format_bytes, format_number, format_
 from ..hardware.prices import Price
 from ..hardware.topologies import find_chip
 from .figures import HOW_TO_DRAW, can_draw, draw_curves, draw_mean_step, draw_shares, draw_step_times
-from .metrics import ELSEWHERE, GROUPS, MORE_NAMES, RESULTS, column
+from .metrics import BESIDES_STEPS, ELSEWHERE, GROUPS, MORE_NAMES, PHASES, RESULTS, column
 from .parts import Report, Section, Table
-from .phases import BESIDES_STEPS, PHASES
 from .record import Run, Session, points
 
 

@@ -5,7 +5,7 @@ import torch
 
 from hf_tpu_ext.backends.cpu import CPUBackend
 from hf_tpu_ext.callbacks.step_status import PhaseClock, StepStatus, class_of
-from hf_tpu_ext.report.phases import CLASSES_PER_DECADE
+from hf_tpu_ext.report.metrics import CLASSES_PER_DECADE
 
 
 def test_phases_add_up_to_the_time_that_passed():

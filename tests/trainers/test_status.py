@@ -10,7 +10,7 @@ from hf_tpu_ext.backends.counters import Counters
 from hf_tpu_ext.backends.xla.backend import XLABackend
 from hf_tpu_ext.hardware.topologies import find_chip
 from hf_tpu_ext.layers.flops import read_dimensions, step_flops
-from hf_tpu_ext.report.phases import BESIDES_STEPS
+from hf_tpu_ext.report.metrics import BESIDES_STEPS
 
 
 SPEED = {"step_time", "tokens_per_second", "padded_tokens_per_second", "peak_memory_gb"}
