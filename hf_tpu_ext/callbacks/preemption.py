@@ -120,7 +120,7 @@ class Preemption(TrainerCallback):
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
-            # In a worker of a loader. Ctrl-C reaches it as well, and the step that ends still needs its batches.
+            # This is a worker of a loader. Ctrl-C reaches it as well, and the step that ends still needs its batches.
             if number == signal.SIGTERM:
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
@@ -138,7 +138,7 @@ class Preemption(TrainerCallback):
             self._processes.request_stop(reason)
         elif self.reason is None:
             self.reason = reason
-        # Not through `sys.stderr`: the signal may have come in the middle of a write to it. Nobody may be listening.
+        # The signal may have come in the middle of a write to `sys.stderr`. Nobody may be listening.
         with suppress(OSError):
             os.write(2, f"\n{reason}: saving after this step{more}.\n".encode())
 

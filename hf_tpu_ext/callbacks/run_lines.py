@@ -43,7 +43,7 @@ class RunLines(TrainerCallback):
         self._find_facts = find_facts
         self._at_start, self._strays_at_start = backend.counters(), 0
         self._first_step = 0
-        # Of the last run, once it has ended.
+        # What the last run has spent, once it has ended.
         self._spent: Counters | None = None
         #: What was known when the last run began.
         self.facts: RunFacts | None = None

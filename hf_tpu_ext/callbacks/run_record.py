@@ -19,7 +19,7 @@ from .step_status import StepStatus
 
 logger = logging.get_logger(__name__)
 
-# Of an error. The compiler's take pages.
+# The record keeps so much of an error's text. The compiler's errors take pages.
 _MOST_CHARACTERS = 2_000
 
 

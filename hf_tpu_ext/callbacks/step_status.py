@@ -157,7 +157,7 @@ class StepStatus(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         self.end_step()
-        # Of the steps since the last log.
+        # Batches of the steps since the last log are counted, too.
         self._take_batches()
         self.clock.enter(None)
 

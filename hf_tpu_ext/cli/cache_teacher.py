@@ -150,7 +150,7 @@ def _load(kd_teacher, training_args, model_args, compute_dtype):
     )
     tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
     check_vocabulary(AutoTokenizer.from_pretrained(kd_teacher, trust_remote_code=trust), tokenizer, kd_teacher)
-    # In half precision the weights as they are stored: the model computes in it anyway, and they are half as large.
+    # In half precision, weights are loaded as they are stored: the model computes in it anyway, and they are half as large.
     model = AutoModelForCausalLM.from_pretrained(
         kd_teacher,
         dtype=torch.float32 if compute_dtype is None else "auto",

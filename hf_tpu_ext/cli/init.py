@@ -13,7 +13,7 @@ from .trl_scripts import SCRIPTS
 RECIPES = Path(__file__).parents[1] / "recipes"
 #: Where recipes are written, relative to the current directory: commands in them name it.
 DIRECTORY = Path("recipes")
-# What recipes use besides, by the name that stands in them.
+# Files that recipes need, by the name that stands in the recipe.
 _MODULES = {"recipes.rewards.": "rewards.py"}
 
 

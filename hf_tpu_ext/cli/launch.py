@@ -19,7 +19,7 @@ from .recipe_parser import RecipeParser
 _OF_LAUNCHERS = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 #: Set in processes whose mistakes the one that has started them tells.
 LAUNCHER_TELLS = "HF_TPU_LAUNCHER_TELLS"
-# That processes have when they are told to stop.
+# How long processes may take to save when they are told to stop.
 _SECONDS_TO_SAVE = 600
 
 
@@ -148,7 +148,7 @@ def _status_of(run: Callable[[], None]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # It would say in its words what is said here.
+    # PyTorch would log in its words what is said here.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     os.environ[LAUNCHER_TELLS] = "1"
     try:
@@ -165,7 +165,7 @@ def _status_of(run: Callable[[], None]) -> int:
     except CalledProcessError as error:
         return error.returncode
     except SignalException as error:
-        # They have been told as well. One that had not begun to train has saved nothing.
+        # The processes have been told as well. One that had not begun to train has saved nothing.
         return _choose_status(ended_with, 128 + error.sigval)
     return 0
 
@@ -177,7 +177,7 @@ def tell_mistake(message: str) -> None:
 
 def _choose_status(codes: set[int], otherwise: int) -> int:
     """Of the exit statuses of processes, that of a run that is saved, or the highest that a process has chosen itself."""
-    # Those that were ended for another's sake have not chosen theirs.
+    # A process that was ended for another's sake has a negative status.
     return os.EX_TEMPFAIL if os.EX_TEMPFAIL in codes else max((code for code in codes if code > 0), default=otherwise)
 
 

@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         if os.environ.get("HF_TPU_EXT_TRACEBACK") == "1" or not _is_for_users(error, argv):
             raise
         if LAUNCHER_TELLS in os.environ and "TORCHELASTIC_ERROR_FILE" in os.environ:
-            # Others find the same mistake. Whoever has started them tells it once.
+            # Other processes find the same mistake. The one that has started them tells it once.
             from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
 
             ErrorHandler().record_exception(error)

@@ -180,7 +180,7 @@ def _run(argv: list[str]) -> int:
             except OSError as error:
                 raise UserError(f"{error}\n{_NEEDS}") from error
             if options.seq_lengths:
-                # Its rows are made up.
+                # The rows are made up, so what they say of the data is not true.
                 facts = replace(facts, rows=None, token_share=None, token_waste=None, optimizer_steps=facts.max_steps)
             return programs, facts
 

@@ -158,7 +158,7 @@ def load_recipe(argv: list[str], tiny_data: str, reads_data: bool = True) -> Rec
     place. A key that stands twice in the file is refused (`ValueError`), and so are one that no command takes and a path that is
     not there, that of the data only where the command `reads_data`.
     """
-    # Which read recipes.
+    # Imported here: they import this module.
     from .recipe_checks import check_keys, check_paths
 
     recipe = read_recipe(argv)

@@ -107,7 +107,7 @@ def check_paths(recipe: Recipe, reads_data: bool = True) -> None:
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     values = [(key, recipe.get(key)) for key in (_KEYS if reads_data else _KEYS[1:])]
     entries = (recipe.get("datasets") or []) if reads_data else []
-    # With files of its own, the path is the name of a format.
+    # Where an entry names its files, its path is the name of a format.
     values += [("datasets", entry.get("path")) for entry in entries if not {"data_files", "data_dir"} & entry.keys()]
     for key, value in values:
         if key in _OF_DATA and isinstance(value, str) and os.path.isfile(value):

@@ -70,7 +70,7 @@ class RecipeParser(TrlParser):
         ]
 
     def error(self, message):
-        # Of a key that is required. All others are read before argparse sees them.
+        # argparse sees no key but those that are required and missing.
         raise UserError(message)
 
     def parse(self, recipe: Recipe) -> tuple[Any, ...]:

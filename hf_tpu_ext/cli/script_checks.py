@@ -18,7 +18,7 @@ from ..hub_names import hint_at_similar
 
 # What TRL's scripts know by name.
 _OF_TRL = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
-# Of files with rows. A dataset's card and hidden files are none.
+# Files with rows end like this. A dataset's card and hidden files do not.
 _SUFFIXES = {".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt"}
 
 
@@ -45,7 +45,7 @@ def check_mixture(dataset_name: str, dataset_args) -> None:
 
 def check_reward_functions(names: Iterable[str]) -> None:
     """Refuse the name of a reward function that TRL's scripts do not find (`ValueError`): one of theirs, or `module.function`."""
-    # As TRL's scripts do, which would import the module next.
+    # TRL's scripts do the same before they import the module.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     for name in names:

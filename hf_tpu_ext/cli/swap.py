@@ -62,7 +62,7 @@ class _Watched(ModuleType):
 class _Finder:
     """A `sys.meta_path` finder that has modules watched from their import on."""
 
-    #: Those that nobody has read from yet.
+    #: The modules that nobody has read from yet.
     names = {*_REPLACED, _TRAINER_MODULE}
 
     def find_spec(self, name, path=None, target=None):
@@ -82,7 +82,7 @@ class _Finder:
 
 
 def _is_being_imported(name: str) -> bool:
-    # As Python's own import system asks, for `import` to wait for another thread.
+    # Python's own import system asks this way whether another thread is importing a module.
     return name in sys.modules and sys.modules[name].__spec__._initializing
 
 
@@ -95,7 +95,7 @@ def _stop_watching(*names: str) -> None:
 
 def _replace() -> None:
     _stop_watching(*_REPLACED)
-    # Then it is they, or a script that imports them, that read TRL's.
+    # Our trainers, or a script that imports them, read TRL's then.
     if "hf_tpu_ext.trainers" in sys.modules:
         return
     from hf_tpu_ext import trainers

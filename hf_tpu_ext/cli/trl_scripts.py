@@ -64,14 +64,14 @@ class TRLScript:
             return status
         _, training_args, model_args, _ = self.train(recipe, self.parser())
         if os.environ.get("RANK", "0") != "0":
-            # Of several processes the first speaks.
+            # The first of several processes tells what comes next.
             return 0
         loader = f"peft.AutoPeft{self.auto_class[4:]}" if model_args.use_peft else f"transformers.{self.auto_class}"
         sees = _sees(model_args, training_args.trust_remote_code)
         if sees:
             # It loads adapters, too.
             loader = "transformers.AutoModelForImageTextToText"
-        # Of an adapter's base, which has no head, the number of labels is not known.
+        # The base of an adapter has no head, so its number of labels is not known.
         labels = ", num_labels=1" if model_args.use_peft and self.trains_head else ""
         base = model_args.model_name_or_path
         # An adapter names its base as the recipe does.
@@ -97,7 +97,7 @@ class TRLScript:
 
             script = importlib.import_module(f"trl.scripts.{self.command}")
         config_cls = vars(trainers)[f"TPU{self.trainer.removesuffix('Trainer')}Config"]
-        # Those that generate have arguments of their own.
+        # Scripts that generate completions have arguments of their own.
         script_cls = vars(script)[f"{self.command.upper()}ScriptArguments"] if self.rewards else trl.ScriptArguments
         dataclass_types = (script_cls, config_cls, trl.ModelConfig, trl.DatasetMixtureConfig)
         return RecipeParser(dataclass_types, title or self.command, description or _DESCRIPTION.format(**vars(self)))

@@ -45,7 +45,7 @@ def run(argv: list[str]) -> int:
             SCRIPTS[command].train(recipe, make_parser(), adapt)
         except WarmedUp as done:
             if int(os.environ.get("RANK", "0")):
-                # Of several processes, the first one tells.
+                # The first of several processes prints the table.
                 return 0
             print(f"{'graph':<20}{'batch':<16}{'compiled':>10}{'loaded':>10}{'seconds':>10}")
             for (kind, shape), spent in done.programs.items():

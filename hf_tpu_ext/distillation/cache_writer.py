@@ -102,7 +102,7 @@ class CacheWriter:
         self._processes = processes
         same = len(set(processes.exchange("the settings of a cache", settings))) == 1
         assert same, "processes have prepared different data"
-        # As the first finds the directory.
+        # All processes go on from the directory as the first finds it.
         self.complete, self._per_shard, self._shards = processes.by_first(
             "the beginning of a cache", partial(self._begin, overwrite)
         )
@@ -124,7 +124,7 @@ class CacheWriter:
                     "another directory (--output_dir DIR), or move the file away."
                 )
         leftovers = [self.directory / name for name in announced_files - current]
-        # And what `write_atomically` has left of files of a cache, where it was killed.
+        # `write_atomically` leaves parts of files where it is killed.
         names = {*announced_files, MANIFEST, PROGRESS} if announced_files else set()
         for path in self.directory.glob(".*.tmp"):
             match = re.fullmatch(r"\.(.+)\.[0-9a-f]{8}\.tmp", path.name)
@@ -134,10 +134,10 @@ class CacheWriter:
         room = shutil.disk_usage(self.directory).free + sum(path.stat().st_size for path in leftovers)
         if self.bytes_to_write > room:
             raise UserError(self._no_room("Not enough disk space"))
-        # While what announces them is there.
+        # They are deleted while the file that announces them is there.
         for path in leftovers:
             path.unlink()
-        # Without the manifest nothing is taken for a whole cache. It is deleted once the progress to continue from is written.
+        # A directory without a manifest is not taken for a whole cache. The progress to continue from is written before it is deleted.
         self._note_progress()
         (self.directory / MANIFEST).unlink(missing_ok=True)
 

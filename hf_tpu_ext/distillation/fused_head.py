@@ -170,7 +170,7 @@ class FusedDistillation(torch.autograd.Function):
 
         def differentiate(loop_carry, chunk):
             constants, carry = loop_carry
-            # On this thread: autograd's own holds on to its last tensors for a moment longer, and on XLA those of a loop's
+            # Autograd runs on this thread: its own holds on to its last tensors for a moment longer, and on XLA those of a loop's
             # body have no data. A step that ends just then would crash.
             with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
                 head, targets, teacher = chunks.take(chunk, ctx.student, *constants)

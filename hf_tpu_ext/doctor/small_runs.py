@@ -31,7 +31,7 @@ STEPS = 8
 MAX_LENGTH = 64
 #: Every program has been compiled and compared after as many optimizer steps.
 WARM_STEPS = 4
-# Of a width that splash attention takes.
+# The head is as wide as splash attention needs it.
 _SIZES = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -240,7 +240,7 @@ def finish(trainer: Any, backend: Backend, resume: str | None = None) -> Outcome
     trainer.add_callback(steps)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
-    # Of a model, or of an adapter.
+    # The file is that of a model or of an adapter.
     (file,) = Path(trainer.args.output_dir).glob("*model.safetensors")
     return Outcome(trainer.state.log_history, load_file(file), steps.all, steps.late, trainer)
 

@@ -87,7 +87,7 @@ def measure_speed(backend: Backend, directory: Path) -> Finding:
         settings |= {
             "max_steps": _STEPS_ON_HOST,
             "logging_steps": 2,
-            # Which the host computes slowly.
+            # The host computes bfloat16 slowly.
             "bf16": False,
             "mesh": "fsdp" if backend.num_chips > 1 else None,
         }
@@ -183,7 +183,7 @@ def plan_speed(backend: Backend, directory: Path) -> dict[str, Any] | None:
     try:
         output, _ = process.communicate(timeout=_PLAN_SECONDS)
     except subprocess.TimeoutExpired:
-        # With the compiler, which is a process of its own.
+        # The compiler is a process of its own, and ends with the group.
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         return {"text": f"hf-tpu plan took more than {_PLAN_SECONDS} s", "peak_bytes": None}

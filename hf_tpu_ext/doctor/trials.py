@@ -98,7 +98,7 @@ class Trials:
                     return
         finally:
             if process.poll() is None:
-                # Its workers, too.
+                # Its workers are of the same group.
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
@@ -106,7 +106,7 @@ class Trials:
         """Wait for a line of the process, for its end, or until it has hung for too long."""
         deadline = min(time.monotonic() + self._patience, self._ends)
         while True:
-            # In this order: it may tick and end in between.
+            # The end is asked for before the ticks are read: the process may tick and end in between.
             has_ended, hung = process.poll() is not None, time.monotonic() > deadline
             lines = ticks.read_text(encoding="utf-8").split("\n")[:-1]
             if len(lines) > number:

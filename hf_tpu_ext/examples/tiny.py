@@ -128,7 +128,7 @@ def make_preferences(output_dir: str | Path, num_rows: int = 1024, seed: int = 0
         if paired:
             row |= {"chosen": chosen, "rejected": rejected}
         else:
-            # In turn within both splits.
+            # Right and wrong take turns within both splits.
             is_right = (number + number // 8) % 2 == 0
             row |= {"completion": chosen if is_right else rejected, "label": is_right}
         rows.append(row)

@@ -15,7 +15,7 @@ from ..trainers.checkpoint.run_lock import lock
 
 #: What an export says about itself, and what tells a directory as one.
 REPORT_FILE = "export.json"
-# Behind the name of what is exported, of a file and a directory beside it that are there meanwhile.
+# While an export is written, a file and a directory with these endings are beside it.
 _LOCK, _TEMPORARY = ".hf_tpu_export.lock", ".hf_tpu_export"
 
 

@@ -87,7 +87,7 @@ def _write(source: Path, path: Path, name: str, trained_for: TrainedFor) -> GGUF
             shares = differences.unflatten(-1, (-1, _BLOCK)) / scales.abs().unsqueeze(-1)
             difference = max(difference, shares.max().item())
         elif len(tensor.shape) > 1 and tensor.tensor_type == GGMLQuantizationType.F32:
-            # As files of llama.cpp have what is not rounded.
+            # Files of llama.cpp have float16 where nothing is rounded.
             data, type_ = tensor.data.astype(np.float16), GGMLQuantizationType.F16
         else:
             continue

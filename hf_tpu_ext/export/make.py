@@ -156,7 +156,7 @@ def export_run(
             with model.disable_adapter():
                 training = proof.compare(proof.measure(model))
             with warnings.catch_warnings():
-                # That embeddings are two weights now. The result says so.
+                # PEFT warns that embeddings are two weights now. The result says so.
                 warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied")
                 model = merge_adapter(model)
         _begin_phase(bar, "writing")

@@ -72,7 +72,7 @@ class Source:
             raise self._no_base() from error
         rewards = self.auto_class(config) is AutoModelForSequenceClassification
         if rewards and not _classifies(config.architectures):
-            # As the reward trainer loads it.
+            # The reward trainer loads it with one label.
             config.num_labels = 1
         mapping = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if rewards else MODEL_FOR_CAUSAL_LM_MAPPING
         if type(config) not in mapping:
@@ -167,7 +167,7 @@ class Source:
                 ) from error
         if self.ema:
             load_average(model, self.directory)
-        # As the trainer does at the start of a run; an adapter's directory does not keep it.
+        # The trainer does so at the start of a run, and an adapter's directory does not keep it.
         align_special_tokens(model.get_base_model() if self.adapter is not None else model, tokenizer)
         return model.eval(), check
 

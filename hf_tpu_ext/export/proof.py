@@ -29,9 +29,9 @@ _ANSWER_TOKENS = 16
 # more than the second away answers differently now and then.
 _SAME = 1e-6
 _MUCH = 1e-2
-# In place of the first where activations are rounded: one that lies between two integers goes by the last bit of a sum.
+# Where activations are rounded, this takes the place of the first: one that lies between two integers goes by the last bit of a sum.
 _SAME_BUT_FOR_TIES = 1e-4
-# Of what training itself changed.
+# A change that is a larger share than this of what training itself changed is much.
 _MUCH_OF_TRAINING = 0.1
 
 
@@ -79,12 +79,12 @@ class Proof:
         rewards: bool,
     ):
         self.rewards, self.num_prompts = rewards, len(prompts)
-        # Of each prompt, rows of tokens of shapes `(1, length)`.
+        # For each prompt, its rows of tokens, of shape `(1, length)`.
         self._rows = [
             [tokenize(tokenizer, prompt, answer) for answer in (ANSWERS if rewards else [None])] for prompt in prompts
         ]
         if not rewards:
-            # Not the model's own settings, which may sample.
+            # The model's own settings may sample.
             settings = GenerationConfig(
                 max_new_tokens=_ANSWER_TOKENS,
                 do_sample=False,
@@ -94,7 +94,7 @@ class Proof:
             for row in self._rows:
                 mask = torch.ones_like(row[0])
                 row[0] = model.generate(input_ids=row[0], attention_mask=mask, generation_config=settings)
-        #: Those of the trained model.
+        #: The values of the trained model.
         self.values = self.measure(model)
 
     @torch.no_grad()
@@ -113,7 +113,7 @@ class Proof:
             for mine, yours in pairs
         )
         return Difference(
-            # Of tensors, for a NaN to stay one.
+            # The largest is found among tensors, where a NaN stays one.
             max_abs=torch.stack([(mine - yours).abs().max() for mine, yours in pairs]).max().item(),
             # Rounding may leave it slightly below.
             mean_kl=(kl / positions).clamp(min=0).item(),

@@ -99,7 +99,7 @@ def write_quantized(model: PreTrainedModel, trained_for: TrainedFor, dtype: torc
     for weight in {id(module.weight): module.weight for module in ends}.values():
         weight.data = rounding.round_weight(weight)
     model.to(dtype)
-    # As narrow as they are; beside rounded activations compressed-tensors has bytes only.
+    # Integers are packed as narrow as they are, but beside rounded activations, where compressed-tensors has bytes only.
     layout = "int-quantized" if rounding.activations else "pack-quantized"
     scheme = QuantizationScheme(
         targets=["Linear"],

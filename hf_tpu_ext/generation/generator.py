@@ -174,7 +174,7 @@ class Generator:
                     "Declare more, or cut the prompt."
                 )
         length = next(each for each in self.prompt_lengths if each >= longest)
-        # As many rows for each chip.
+        # Each chip has as many rows.
         rows = -(-len(prompts) // self._backend.num_chips) * self._backend.num_chips
         ids = torch.full((rows, length), self.pad_token_id)
         mask = torch.zeros_like(ids)
@@ -264,7 +264,7 @@ class Generator:
                 token_numbers = torch.arange(first, end, dtype=torch.int32, device=seed.device)
                 carry, tokens = self._backend.loops.scan(decode_token, carry, (token_numbers,), until=True)
                 if not results:
-                    # In place of the state that prefill has left, which has the same shapes.
+                    # It takes the place of the state that prefill has left, which has the same shapes.
                     for tensor, value in zip([*state, *cache], [*carry[1], *carry[2]], strict=True):
                         tensor.data = value
                     self._shard_rows([*state, *cache])
@@ -282,7 +282,7 @@ class Generator:
             name: torch.zeros(iterations, rows, dtype=dtype, device=seed.device)
             for name, dtype in (("tokens", torch.int64), ("log_probs", torch.float32))
         }
-        # On the device: a Python number would be part of the program.
+        # It is on the device, since a Python number would be part of the program.
         number, all_ended = torch.ones_like(seed), None
         for iteration in range(iterations):
             if iteration and iteration % _TOKENS_BETWEEN_READS == 0 and self._backend.fetch(all_ended):

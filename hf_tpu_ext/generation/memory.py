@@ -50,14 +50,14 @@ class CopiedWeights:
         self._linear = {
             f"{name}.weight": module
             for name, module in model.named_modules()
-            # That of one with parametrizations is computed.
+            # The weight of a layer with parametrizations is computed.
             if transposes and isinstance(module, nn.Linear) and "weight" in module._parameters and module not in others
         }
         weights = [(module.weight, module, 1) for module in self._linear.values()]
         if self._stack is not None:
             weights += [(weight, linear, len(weight)) for weight, linear in self._stack.weights()]
         plain, num_bytes = find_plain_linear(model), 0
-        # Of each copy, whether it is transposed, and its dtype.
+        # Whether each copy is transposed, and its dtype.
         self._layouts: list[tuple[bool, torch.dtype]] = []
         for weight, linear, count in weights:
             dtype = matmul_dtype(weight) if linear in plain else weight.dtype

@@ -126,7 +126,7 @@ class TextRequest:
         ]
         config, _ = model._prepare_generation_config(generation_config, **kwargs)
         if config.max_new_tokens is None and config.max_length is not None:
-            # As in `generate`: with the prompt where somebody has set it, and by default without.
+            # `generate` counts the prompt where somebody has set max_length, and not by default.
             config.max_new_tokens = config.max_length - (0 if all(each is None for each in max_lengths) else length)
             if config.max_new_tokens < 1:
                 raise UserError(

@@ -61,7 +61,7 @@ def advise(plan: Plan, run: Run, is_searched: bool = False) -> list[str]:
     needs = _find_needs(plan)
     state = find_state(plan.programs)
     changes = _changes_of_state(state, plan.topology, run, len(needs))
-    # Those of the state go together.
+    # Several changes of the state save together what all of them leave out.
     left = math.prod(1 - change.saved[0] / sum(state.values()) for change in changes)
     saved_of_state = (1 - left) * sum(state.values())
     if run.rematerialization != "full":

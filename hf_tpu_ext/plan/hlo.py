@@ -155,7 +155,7 @@ def find_collectives(module: Module) -> Iterator[Collective]:
     channels = set()
     for computation, lines in module.computations.items():
         # Compilers for TPU have no instruction for a reduce-scatter: they fuse an all-reduce with the slicing of its result.
-        # Its channel says nothing.
+        # The channel of such an all-reduce says nothing.
         is_fused = computation.startswith("all-reduce-scatter")
         for line in lines.values():
             kind = line.opcode.removesuffix("-start")

@@ -111,7 +111,7 @@ def _exchanges(module: Module, runs: Counter[tuple[str, bool]]) -> list[Exchange
     totals: dict[str, list[int]] = {}
     for item in find_collectives(module):
         times = runs[item.computation, False] + runs[item.computation, True]
-        # Without a group: a permutation, which sends all of it.
+        # A permutation has no group, and sends all of it.
         others = 1.0 if item.group_size is None else 1 - 1 / item.group_size
         passes = 2 if item.kind == "all-reduce" else 1
         total = totals.setdefault(item.kind, [0, 0, 0])
@@ -133,7 +133,7 @@ def memory_bytes(line: Instruction, lines: dict[str, Instruction], module: Modul
         return 0
     operands = [lines[operand] for operand in line.operands]
     if line.opcode in ("copy-start", "slice-start"):
-        # Its result, its source and a flag, in the order of each.
+        # Both have a result, a source and a flag, a copy in this order, a slice with the source first.
         result = line.shapes[0 if line.opcode == "copy-start" else 1]
         return result.bytes_in_memory + (0 if operands[0].shapes[0].space else result.num_bytes)
     if line.opcode == "fusion":

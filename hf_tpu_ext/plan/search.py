@@ -16,7 +16,7 @@ from .programs import find_state
 from .result import Plan, Trial
 
 
-# Of what is computed again, from nothing to most.
+# What a search tries of each setting. Rematerialization goes from computing nothing again to most.
 _CHOICES = {
     "attention": ("splash", "slices"),
     "rematerialization": ("none", "dots", "full"),
@@ -157,7 +157,7 @@ def _as_trial(plan: Plan, settings: dict[str, str]) -> Trial:
     trial = Trial(settings, plan.fits, plan.peak_bytes)
     if trial.fits is False:
         rows, kept = int(settings[_ROWS]), sum(find_state(plan.programs).values())
-        # Of what a chip does not keep, one row needs at least its share.
+        # One row needs at least its share of what a chip does not keep.
         of_one_row = 0 if trial.peak_bytes is None else kept + (trial.peak_bytes - kept) / rows
         trial = replace(trial, no_batch_fits=rows == 1 or of_one_row > plan.topology.chip.memory_bytes)
     errors = [program.error for program in plan.programs if program.error is not None]
@@ -221,7 +221,7 @@ def _predict_rows(bytes_of_rows: dict[int, int], limit: int) -> int | None:
         return None
     # A little less than the line says: programs of other sizes are put together a little differently.
     rows = few + math.floor((_MARGIN * limit - less) / (more - less) * (many - few))
-    # As a person would choose it, where that is within what the largest is known to.
+    # A person would choose a multiple of 8, which is as close as the largest batch is known.
     return rows if rows < 100 else rows - rows % 8
 
 

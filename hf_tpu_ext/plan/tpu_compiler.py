@@ -80,7 +80,7 @@ def compile_program(program: bytes, topology: dict):
         holder.num_replicas, holder.num_partitions = 1, len(chips)
     build.use_spmd_partitioning = len(chips) > 1
     build.device_assignment = xla_client.DeviceAssignment.create(np.arange(len(chips)).reshape(1, -1))
-    # As torch_xla has it: where a result is, the partitioner decides.
+    # torch_xla compiles the same way: the partitioner decides where a result is.
     build.allow_spmd_sharding_propagation_to_output = [True]
     return chips[0].client.compile(program, xla_client.DeviceList(tuple(chips)), options)
 

@@ -21,13 +21,13 @@ Points = Sequence[tuple[float, float]]
 HOW_TO_DRAW = f"There are no figures: they are drawn by matplotlib. {install_command('report')}, then give the command"
 
 _STYLE = Path(__file__).with_name("figures.mplstyle")
-# In the style, what stands for the colour of text: black on a light page, white on a dark one.
+# The style has this colour where text and axes are to have that of the page's text.
 _INK = "#010203"
 _LIGHT_OR_DARK = "color-scheme: light dark; color: CanvasText"
 # Seen well on white and on black, and beside each other.
 _COLOURS = "#3b82f6 #f97316 #16a34a #a855f7 #eab308 #06b6d4 #dc2626 #94a3b8 #84cc16 #f472b6 #9a6b3f #4f46e5".split()
 _FEW_POINTS = 50
-# Of a figure, in letters of its legend.
+# How many letters of a legend fit beside each other in a figure.
 _WIDTH = 96
 # Values of curves are drawn by their logarithms where most of them would lie on the axis, and steps where the shortest curve
 # would be a dot.
@@ -47,7 +47,7 @@ def _draw(title: str, plot: Callable, height: float = 2.6, labels: Iterable[str]
     labels = list(labels)
     columns = max(1, _WIDTH // (8 + max(map(len, labels), default=0)))
     height += 0.18 * math.ceil(len(labels) / columns)
-    # Not pyplot, which keeps figures and chooses a backend for the whole process.
+    # pyplot would keep figures, and choose a backend for the whole process.
     with matplotlib.rc_context(fname=_STYLE):
         canvas = figure.Figure(figsize=(6.4, height), layout="constrained")
         axes = canvas.add_subplot()
@@ -84,7 +84,7 @@ def draw_curves(
         curves = [points for part in parts.values() for points in part.values()]
         ends = [points[-1][0] for points in curves if points[-1][0] > 0]
         if ends and max(ends) > _FAR_APART * min(ends):
-            # Also an evaluation before the first step has a place.
+            # An evaluation before the first step has a place, too.
             _by_logarithm(axes, "x", linthresh=1)
         else:
             axes.xaxis.set_major_formatter(lambda value, _: format_number(value))
@@ -102,7 +102,7 @@ def _by_logarithm(axes, name: str, unit: Callable[[float], str] = format_number,
     axis = {"x": axes.xaxis, "y": axes.yaxis}[name]
     {"x": axes.set_xscale, "y": axes.set_yscale}[name]("symlog" if about_zero else "log", **about_zero)
     first, last = axis.get_view_interval()
-    # With 2 and 5 between powers of ten where there is room.
+    # Where there is room, 2 and 5 have labels between powers of ten.
     between = "25" if last < 1000 * first else ""
     axis.set_major_formatter(lambda value, _: unit(value))
     axis.set_minor_formatter(lambda value, _: unit(value) if f"{value:e}"[0] in between else "")

@@ -18,15 +18,15 @@ class Group:
 #: What is shown where it was logged, in this order.
 GROUPS = (
     Group("Loss", {"loss": "loss"}),
-    # Of GRPO and RLOO.
+    # GRPO and RLOO log these.
     Group("Reward", {"reward": "mean", "reward_std": "standard deviation"}),
     Group(
         "Tokens of completions",
         {"completions/max_length": "max", "completions/mean_length": "mean", "completions/min_length": "min"},
     ),
-    # Of DPO and KTO: beta times the log-probs of policy over reference.
+    # DPO and KTO log these: beta times the log-probs of policy over reference.
     Group("Rewards", {"rewards/chosen": "chosen", "rewards/rejected": "rejected", "rewards/margins": "margin"}),
-    # Of a reward model, over the rows of a batch.
+    # A reward model logs these over the rows of a batch.
     Group("Rewards", {"max_reward": "max", "mean_reward": "mean", "min_reward": "min"}),
     Group("Margin", {"margin": "margin"}),
     Group("Accuracy", {"rewards/accuracies": "accuracy"}),

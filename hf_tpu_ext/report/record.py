@@ -198,7 +198,7 @@ def read_run(directory: str | Path) -> Run:
 def _read_completions(directory: Path, steps: int) -> list[dict[str, Any]]:
     """Some of the first and the last completions that TRL wrote in so many steps, with `log_completions`."""
     files = sorted(directory.glob("completions_*.parquet"))
-    # Those of a longer run before this one stay there.
+    # Files of a longer run before this one may be there.
     files = [file for file in files if int(file.stem.rpartition("_")[2]) <= steps]
     rows = []
     for file in dict.fromkeys([*files[:1], *files[-1:]]):

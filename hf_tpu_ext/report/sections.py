@@ -14,7 +14,7 @@ from .parts import Report, Section, Table
 from .record import Run, Session, points
 
 
-# Of what was logged, what the section on training shows.
+# The section on training shows these of what was logged.
 _NAMES = [*(name for group in GROUPS for name in group.labels), *MORE_NAMES]
 
 
@@ -144,7 +144,7 @@ def _curves(run: Run) -> Section:
             if training or held_out:
                 section.figures.append(draw_curves(group.title, training, held_out))
     for title, logs, prefix in (("Some of the logs", run.logs, ""), ("Evaluations", run.evaluations, "eval_")):
-        # Others are of callbacks.
+        # Callbacks have written the logs without a loss.
         if logs := [log for log in logs if prefix + "loss" in log]:
             if not prefix:
                 logs = [*logs[: -1 : max(1, len(logs) // 10)], logs[-1]]

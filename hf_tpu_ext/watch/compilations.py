@@ -125,7 +125,7 @@ class ProgramWatch:
         self._find_results = find_results
         self._max_recompiles = max_recompiles
         self._histories: dict[Hashable, _ProgramHistory] = {}
-        # Those that are compiled outside of the trainer's own programs, by the line that asks for their results.
+        # Programs that are compiled outside of the trainer's own, by the line that asks for their results.
         self._others: dict[str, _ProgramHistory] = {}
         self._spent = backend.counters()
         self._compiles = backend.compiles()
@@ -230,13 +230,13 @@ class ProgramWatch:
         if self._backend.compiles_operators:
             is_settled, self._is_settled = self._is_settled, False
             if not is_settled:
-                # Those of a step that has not been counted are among them.
+                # Programs of a step that has not been counted are among them.
                 return
         if not count:
             return
         sites = self._backend.insight.compile_sites()[-count:]
         if self._backend.compiles_operators:
-            # Of a log, an evaluation or a checkpoint: one event for all.
+            # A log, an evaluation or a checkpoint has compiled them: they are one event.
             count = 1
         seconds = (self._backend.compile_seconds() - self._spent.compile_seconds) / count
         for frames in [*sites, *[()] * (count - len(sites))]:

@@ -108,7 +108,7 @@ def compare_operations(before: Sequence[Operation], after: Sequence[Operation]) 
         return None
     old, new = pairs[index]
     places = [operation.place for operation in (new, old) if operation is not None and operation.place is not None]
-    # Of an operator that a mode has handed on, torch_xla records the line of the mode.
+    # Where a mode has handed an operator on, torch_xla records the line of the mode.
     places = [place for place in places if place.file != deferred_reads.__file__]
     where = f" [{describe_line(places[0])}]" if places else ""
     if old is not None and new is not None:
@@ -125,7 +125,7 @@ def compare_operations(before: Sequence[Operation], after: Sequence[Operation]) 
                 "Keep shapes and slice bounds the same at every step: mask instead of slicing.",
             )
     is_new = old is None or (new is not None and len(after) >= len(before))
-    # Its arguments come first.
+    # Arguments of an operator come before it.
     program = after if is_new else before
     at_once = (later for later in program[index:] if later.place == program[index].place)
     operation = next((later for later in at_once if later.name not in ("constant", "parameter")), program[index])

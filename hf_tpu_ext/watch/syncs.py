@@ -20,7 +20,7 @@ logger = logging.get_logger(__name__)
 
 # Reads are looked for at most so often in a run, for so many steps: the least tell how often it reads.
 _MOST_SEARCHES, _LEAST_STEPS, _MOST_STEPS = 4, 2, 256
-# Again where there are so many times more than those that were named.
+# A search begins again where there are so many times more reads than those that were named.
 _MORE = 1.5
 _AS_WRITTEN = {
     "__bool__": "bool(tensor)",
