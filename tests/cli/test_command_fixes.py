@@ -25,7 +25,6 @@ from hf_tpu_ext.hardware.prices import read_prices
 from hf_tpu_ext.hardware.topologies import find_topology
 from hf_tpu_ext.plan import compiler
 from hf_tpu_ext.report.make import make_report
-from hf_tpu_ext.report.planned import read_plan
 
 
 DATACLASSES = (trl.ScriptArguments, TPUSFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig)
@@ -342,14 +341,6 @@ def test_each_topology_that_a_message_lists_exists():
     assert len(listed) > 10
     for name in (*listed, *re.search(r"Closest: (.*?)\. ", message).group(1).split(", ")):
         find_topology(name)
-
-
-@pytest.mark.parametrize("text", [None, "{", "{}"])
-def test_a_file_that_is_not_a_plan(tmp_path, text):
-    path = tmp_path / "plan.json"
-    if text is not None:
-        path.write_text(text)
-    assert "Give a file that `hf-tpu plan --json FILE` wrote." in refusal(lambda path: read_plan(path), {"path": path})
 
 
 def test_a_plan_of_several_runs(capsys):

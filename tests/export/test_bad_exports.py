@@ -84,19 +84,6 @@ def test_mistakes_are_told(run_dir, tmp_path, damage, options, messages):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"merge": True}, "no adapter to merge. Leave out --merge."),
-        ({}, "--dtype bfloat16"),
-        ({"dtype": "bfloat16", "base_model": "other"}, "Leave out --base_model."),
-    ],
-)
-def test_mistakes_with_a_whole_model(full_run, options, message):
-    with pytest.raises(ValueError, match=message):
-        export_run(full_run, **options)
-
-
 def test_truncated_weights_of_a_whole_model(full_run, tmp_path):
     run = shutil.copytree(full_run, tmp_path / "run", ignore=shutil.ignore_patterns("converted"))
     cut(run / "model.safetensors")
