@@ -31,8 +31,8 @@ from transformers.utils import CONFIG_NAME, logging
 
 from ..errors import UserError
 from ..hub_names import may_be_on_hub
-from ..trainers.checkpoint.average_file import load_average
 from ..trainers.checkpoint.base_record import BASE_FILE, PEFT_PREFIX, find_differences, read_quantization
+from ..trainers.checkpoint.saved_model import load_average
 from ..trainers.checkpoint.verification import MANIFEST_NAME, find_damage
 
 

@@ -283,21 +283,3 @@ class TPUTrainerMixin(
             self.loss_log.drop()
             self.drop_metrics("train")
             self.drop_metrics("eval")
-
-    def _save(self, output_dir=None, state_dict=None) -> None:
-        reads = self.backend.traces_steps or self.backend.splits_weights
-        if reads and state_dict is None and not self._gives_parts:
-            state_dict = self.fetch_weights()
-        with self.layers.in_place():
-            super()._save(output_dir, state_dict)
-
-    def fetch_weights(self) -> dict[str, torch.Tensor]:
-        """The weights of the model on the host, by name, in the dtype that they are trained in."""
-        # Parameters rather than detached copies, for tied weights to be seen as one and stored once.
-        return self.frozen.in_float32(self.backend.fetch(dict(self.model.state_dict(keep_vars=True))))
-
-    def _load_best_model(self) -> None:
-        # Training is over.
-        self.layers.end()
-        super()._load_best_model()
-        self.averaging.load_best(self.state.best_model_checkpoint)

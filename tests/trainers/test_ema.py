@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_tpu_ext import TPUSFTConfig, TPUTrainingArguments
 from hf_tpu_ext.backends import select_backend
-from hf_tpu_ext.trainers.checkpoint.average_file import EMA_FILE, load_average
+from hf_tpu_ext.trainers.checkpoint.saved_model import EMA_FILE, load_average
 
 
 SAVES = dict(save_strategy="steps", save_steps=4)

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Trai
 from hf_tpu_ext import TPUTrainer, TPUTrainingArguments
 from hf_tpu_ext.examples.tiny import make_model
 from hf_tpu_ext.examples.tiny_vision import make_vision_model
-from hf_tpu_ext.trainers.checkpoint.renamed_weights import saves_other_weights
+from hf_tpu_ext.trainers.checkpoint.resumption import saves_other_weights
 
 
 def load(path, family):

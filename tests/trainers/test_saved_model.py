@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
-from hf_tpu_ext.trainers.checkpoint.average_file import EMA_FILE
-from hf_tpu_ext.trainers.checkpoint.saved_model import whole_model
+from hf_tpu_ext.trainers.checkpoint.saved_model import EMA_FILE, whole_model
 
 
 @contextmanager

@@ -1,21 +1,24 @@
 """Where a run that is resumed begins."""
 
+import json
 import re
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.serialization import config as serialization_config
-from transformers import TrainerCallback, TrainerControl
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer import OPTIMIZER_NAME
 from transformers.trainer_utils import IntervalStrategy, has_length
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
+from ...atomic_write import write_atomically
 from ...callbacks.preemption import EvaluationCut
 from ...errors import UserError
 from ...step.optimizer import LazyAdamW
@@ -23,14 +26,36 @@ from ...temporarily import temporarily
 from .base_record import find_frozen
 from .directories import remove_leftovers
 from .lookup import check_all_see, check_shared, find_checkpoint
-from .renamed_weights import load_other_weights, saves_other_weights
-from .run_state import read_run_state
 
 
 logger = logging.get_logger(__name__)
 
+# What upstream's checkpoint leaves out of the state of a run.
+_STATE_FILE = "run_state.json"
 # How PyTorch says that a weight of a file has another shape than the model's, for PEFT's adapters, too.
 _OTHER_SHAPE = re.compile(r"size mismatch for (\S+): .*?torch\.Size\((.*?)\).*?torch\.Size\((.*?)\)")
+
+
+def write_run_state(checkpoint: str, state: dict[str, Any]) -> None:
+    """Write, as JSON, what upstream's checkpoint leaves out. The file is whole or not there."""
+    write_atomically(Path(checkpoint) / _STATE_FILE, json.dumps(state))
+
+
+def read_run_state(checkpoint: str) -> dict[str, Any]:
+    """Read what [`write_run_state`] wrote; of a checkpoint of upstream's trainer, nothing."""
+    path = Path(checkpoint) / _STATE_FILE
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def saves_other_weights(model: nn.Module) -> bool:
+    """
+    Whether a model saves its weights under other names than its own: `save_pretrained` writes those of the Hub, and experts one by
+    one. Upstream's trainer loads a checkpoint by the names of the model, and would go on from weights that the checkpoint does not have.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return False
+    own = {name: torch.empty_like(value, device="meta") for name, value in model.state_dict(keep_vars=True).items()}
+    return revert_weight_conversion(model, dict(own)).keys() != own.keys()
 
 
 class Resumption(TrainerCallback):
@@ -77,8 +102,10 @@ class ResumptionMixin:
         if checkpoint is not None and self.backend.unknown_upstream:
             check_all_see(checkpoint, processes, self.args.save_on_each_node)
         self._resumed_from = self.averaging.resumed_from = checkpoint
+        # The last checkpoint of this run: its step, and whether an evaluation was due.
         self._last_save, self._evaluation_due = None, False
         self._names_of_base = find_frozen(self.model)
+        # The step after which an evaluation was made up for, and the random state after that.
         self._made_up_at = self._random_state = None
         if checkpoint is not None:
             state = read_run_state(checkpoint)
@@ -147,11 +174,8 @@ class ResumptionMixin:
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
         try:
-            with self._loading_weights():
-                if self._loads_other_weights:
-                    load_other_weights(self.model, resume_from_checkpoint)
-                else:
-                    super()._load_from_checkpoint(resume_from_checkpoint, model)
+            load = partial(super()._load_from_checkpoint, resume_from_checkpoint, model)
+            self._load_weights(resume_from_checkpoint, load)
         except RuntimeError as error:
             if (match := _OTHER_SHAPE.search(str(error))) is None:
                 raise
@@ -163,24 +187,22 @@ class ResumptionMixin:
             ) from error
 
     def _load_best_model(self) -> None:
+        # Training is over.
+        self.layers.end()
+        checkpoint = self.state.best_model_checkpoint
         if self.backend.unknown_upstream:
-            check_all_see(self.state.best_model_checkpoint, self.backend.processes, self.args.save_on_each_node)
-        with self._loading_weights():
-            if self._loads_other_weights:
-                load_other_weights(self.model, self.state.best_model_checkpoint)
-            else:
-                super()._load_best_model()
+            check_all_see(checkpoint, self.backend.processes, self.args.save_on_each_node)
+        self._load_weights(checkpoint, super()._load_best_model)
+        self.averaging.load_best(checkpoint)
 
-    @property
-    def _loads_other_weights(self) -> bool:
+    def _load_weights(self, checkpoint: str, load: Callable[[], None]) -> None:
+        """Load the weights of a checkpoint, by upstream's `load` if it can. Each chip gets its part alone, and dtypes stay as they are."""
         # Files of weights in parts have the names of the model.
-        return not (self.is_deepspeed_enabled or self.is_fsdp_enabled) and saves_other_weights(self.model)
-
-    @contextmanager
-    def _loading_weights(self) -> Iterator[None]:
-        """Within this context, weights are loaded: each chip gets its part alone, and dtypes stay as they are."""
+        are_split = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        if not are_split and saves_other_weights(self.model):
+            load = partial(self._load_by_other_names, checkpoint)
         if not self.backend.unknown_upstream:
-            yield
+            load()
             return
 
         def place(model: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *_) -> None:
@@ -193,7 +215,7 @@ class ResumptionMixin:
         dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
         hook = self.model.register_load_state_dict_pre_hook(place)
         try:
-            yield
+            load()
         finally:
             hook.remove()
         for module in self.model.modules():
@@ -205,6 +227,11 @@ class ResumptionMixin:
         for name, parameter in self.model.named_parameters():
             if parameter.dtype != dtypes[name]:
                 parameter.data = parameter.data.to(dtypes[name])
+
+    def _load_by_other_names(self, checkpoint: str) -> None:
+        """Load a checkpoint of a model that [`saves_other_weights`], as `from_pretrained` does. float32 holds what any file has."""
+        other = type(self.model).from_pretrained(checkpoint, dtype=torch.float32)
+        self.model.load_state_dict(other.state_dict())
 
     def _run_epoch(self, *args, **kwargs) -> None:
         # Upstream asks after a step only, and takes one more in a run that had ended.

@@ -1,4 +1,4 @@
-"""A saved model: its files take their places when all of them are written."""
+"""A saved model: its files take their places when all of them are written. Beside it may be the average of its weights (EMA)."""
 
 import os
 import re
@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import nn
 from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME, logging
 
 from ...atomic_write import sync_directory
+from ...errors import UserError
 from ...formatting import format_bytes
 from ...quantization.trained_for import QUANTIZATION_FILE
-from .average_file import EMA_FILE, is_average
 from .base_record import BASE_FILE
 from .directories import move_aside
 from .run_lock import lock
@@ -21,6 +23,10 @@ from .run_lock import lock
 
 logger = logging.get_logger(__name__)
 
+#: Beside the weights of a model or an adapter: the averages of those that are trained, by their names in the model.
+EMA_FILE = "ema.safetensors"
+#: In its metadata: how many updates it averages.
+UPDATES = "updates"
 # Upstream does not push `_*` to the Hub.
 _TEMPORARY = "_tmp-model"
 # Of these upstream's code loads what it finds first, so one that an earlier save left would be taken for the new one's.
@@ -80,10 +86,19 @@ def _move(source: Path, directory: Path) -> None:
             f"now. They are moved to {aside}, where nothing deletes them."
         )
     average = directory / EMA_FILE
-    if EMA_FILE not in names and average.is_file() and is_average(average):
+    if EMA_FILE not in names and average.is_file() and _is_average(average):
         # Of an earlier model.
         average.unlink()
     sync_directory(directory)
+
+
+def _is_average(path: Path) -> bool:
+    """Whether a file is an average that a run wrote."""
+    try:
+        with safe_open(path, "pt") as file:
+            return UPDATES in (file.metadata() or {})
+    except SafetensorError:
+        return False
 
 
 def is_of_disk(error: Exception) -> bool:
@@ -95,3 +110,28 @@ def free_space(directory: Path) -> str:
     """A sentence on the free space of the disk that a directory is on, or is to be."""
     place = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir())
     return f"The disk of {place} has {format_bytes(shutil.disk_usage(place).free)} left. "
+
+
+def load_average(model: nn.Module, directory: Path) -> None:
+    """
+    Load the average that a run has kept beside its weights into the model that it has trained. Raises `ValueError` where
+    there is none, or that of another model.
+    """
+    path = directory / EMA_FILE
+    if not path.is_file():
+        raise UserError(
+            f"{directory} has no {EMA_FILE}: the run kept no average of its weights, for which it needs ema_decay, for example "
+            "ema_decay=0.999. Leave out --ema, or give a checkpoint that has one."
+        )
+    try:
+        averages = load_file(path)
+    except SafetensorError as error:
+        raise UserError(f"{path} cannot be read ({error}). Take another checkpoint.") from error
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, average in averages.items():
+        if name not in parameters or parameters[name].shape != average.shape:
+            raise UserError(
+                f"{path} is not of the model beside it, which has no {name} of shape {tuple(average.shape)}. Take another "
+                "checkpoint."
+            )
+        parameters[name].data.copy_(average)

@@ -1,13 +1,12 @@
 """Saving a run whole."""
 
 import os
-import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from huggingface_hub import ModelCard
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, has_length, unwrap_peft_model
@@ -29,8 +28,7 @@ from ...step.running_code import is_known
 from ...temporarily import temporarily
 from .base_record import find_frozen, write_base
 from .directories import checkpoints_by_step, delete_old, temporary_dir
-from .resumption import Resumption, ResumptionMixin
-from .run_state import write_run_state
+from .resumption import Resumption, ResumptionMixin, write_run_state
 from .saved_model import free_space, is_of_disk, whole_model
 from .stopping import StoppingMixin
 from .verification import find_damage, seal
@@ -63,13 +61,8 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
         self._resumption = Resumption(self._begin_resumed)
         # Where a checkpoint is written before it has its place.
         self._partial_dir: Path | None = None
+        # Whether an evaluation is to be made up for when this run is resumed.
         self._evaluation_due = False
-        # The last checkpoint of this run: its step, and whether an evaluation was due.
-        self._last_save: tuple[int, bool] | None = None
-        self._resumed_from: str | None = None
-        # The step after which an evaluation was made up for, and the random state after that.
-        self._made_up_at: int | None = None
-        self._random_state: tempfile.TemporaryDirectory | None = None
 
     def _add_saving_callbacks(self) -> None:
         for callback in (self.preemption, self._resumption):
@@ -230,6 +223,8 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
     def _save(self, output_dir=None, state_dict=None) -> None:
         if self._gives_parts:
             return
+        if state_dict is None and (self.backend.traces_steps or self.backend.splits_weights):
+            state_dict = self.fetch_weights()
         if self._partial_dir is not None or not self.args.should_save:
             self.write_model(output_dir, state_dict)
             return
@@ -251,6 +246,11 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
                 f"{free_space(directory)}Make room there, or save to another disk: trainer.save_model('/path/on/it').{again}"
             ) from error
 
+    def fetch_weights(self) -> dict[str, Tensor]:
+        """The weights of the model on the host, by name, in the dtype that they are trained in."""
+        # Parameters rather than detached copies, for tied weights to be seen as one and stored once.
+        return self.frozen.in_float32(self.backend.fetch(dict(self.model.state_dict(keep_vars=True))))
+
     def write_model(self, output_dir: str, state_dict) -> None:
         # Upstream pickles the arguments as they are, hub_token too.
         texts = {name: value for name, value in vars(self.args).items() if isinstance(value, str | dict | list)}
@@ -259,7 +259,7 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
             # Upstream's model is written by the first process of all, whatever it is told.
             of_model["should_save_on_this_rank"] = lambda is_main_process: is_main_process
         try:
-            with temporarily(self.args, **redact(texts)):
+            with self.layers.in_place(), temporarily(self.args, **redact(texts)):
                 super()._save(output_dir, state_dict)
         finally:
             of_model.pop("should_save_on_this_rank", None)

@@ -10,7 +10,7 @@ from trl.trainer.utils import RepeatSampler
 
 from ...errors import UserError
 from ...formatting import count, kind_of_device, number_setting
-from ..checkpoint.run_state import read_run_state
+from ..checkpoint.resumption import read_run_state
 
 
 #: What is padded on the left, to the length of prompts. All else that has a value for each token is of the completion.

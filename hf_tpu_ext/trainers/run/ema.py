@@ -16,7 +16,7 @@ from ...errors import UserError
 from ...layers.layer_scan import LayerStack
 from ...step.ema import WeightAverage, in_place_of_weights
 from ...step.optimizer import LazyAdamW
-from ..checkpoint.average_file import EMA_FILE, UPDATES
+from ..checkpoint.saved_model import EMA_FILE, UPDATES
 from ..configs import ExtensionArguments
 from .layers import LayerScan
 
