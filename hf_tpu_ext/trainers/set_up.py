@@ -11,11 +11,13 @@ from weakref import WeakSet
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
 from torch import nn
-from transformers import DefaultFlowCallback, GenerationConfig, PreTrainedModel
+from transformers import DefaultFlowCallback, GenerationConfig, PreTrainedModel, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from ..backends import select_backend
+from ..backends.base import Backend
 from ..backends.host import let_forks_tokenize
 from ..callbacks.run_lines import RunLines
 from ..errors import UserError
@@ -29,13 +31,18 @@ from ..step.optimizer import LazyAdamW, check_optimizer, follow_placed, place_lo
 from ..step.running_code import is_known
 from ..temporarily import temporarily
 from .checks.adaptations import ADAMW_NAMES, FULL_STATE_NAMES
-from .checks.adapters import absent_modules_of_adapter, check_adapter
 from .checks.answers import Place
-from .checks.device import bind_device
 from .checks.fields import adapt
 from .checks.followed import FollowedArguments
-from .checks.settings import check_architecture, check_model_names, check_numbers, check_processes, split_by
-from .checks.upstream import check_columns, check_reference, check_trainer, loads_model, overrides_loss
+from .checks.settings import (
+    absent_modules_of_adapter,
+    check_adapter,
+    check_architecture,
+    check_model_names,
+    check_numbers,
+    check_processes,
+)
+from .checks.upstream import check_trainer, loads_model, overrides_loss
 from .configs import ExtensionArguments, PredictedTextArguments
 from .run.chips import Chips
 from .run.compiled_layers import CompiledLayers
@@ -73,17 +80,13 @@ class SetUpMixin:
         self.backend = select_backend("cpu" if args.use_cpu else extension.backend, extension.num_chips)
         #: As in [`ExtensionArguments`].
         self.compile_step = extension.compile_step
-        if self.backend.unknown_upstream:
-            check_trainer(type(self), arguments.arguments)
-        else:
-            check_columns(type(self), arguments.arguments)
-        check_reference(type(self), arguments.arguments)
+        check_trainer(type(self), arguments.arguments, self.backend.unknown_upstream)
         if self.backend.traces_steps:
             check_adapter(arguments.arguments)
         # What the caller changes in its arguments later is adapted in the same way.
         adapt_arguments = partial(
             adapt,
-            place=Place.of(self.backend, args, split_by(args)),
+            place=Place.of(self.backend, args),
             trainer_kwargs={name: value for name, value in arguments.arguments.items() if name != "args"},
             loads_model=loads_model(args, arguments),
             overrides_loss=overrides_loss(type(self)),
@@ -105,7 +108,7 @@ class SetUpMixin:
             check_processes(args)
         self.compiled.changes += self.backend.prepare_host()
         self.compiled.changes += self.backend.use_compile_cache(extension.compile_cache_dir)
-        bind_device(self.compiled.args, self.backend)
+        _bind_device(self.compiled.args, self.backend)
         if self.backend.processes.index > 0:
             # The first warns of what is the same in all.
             logging.getLogger(_PACKAGE).setLevel(logging.ERROR)
@@ -356,3 +359,31 @@ def _prepare_undispatched(accelerator: Accelerator, prepare: Callable, *args, **
     """Accelerate's `prepare_data_loader`. With `dispatch_batches` it would send a batch to the device before it has its shape."""
     with temporarily(accelerator.dataloader_config, dispatch_batches=None):
         return prepare(*args, **kwargs)
+
+
+def _bind_device(args: TrainingArguments, backend: Backend) -> None:
+    """
+    Point arguments, and the accelerate state that goes with them, to the backend's device.
+
+    Upstream fixes the device when the arguments are made, which may have been before the backend was chosen, and has
+    no name for an XLA device other than its own XLA branches, which are switched off.
+    """
+    if backend.unknown_upstream:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        # Before, for accelerate to find those that have met. It exchanges on the host what the trainers do not.
+        several = backend.processes.own_rows
+        args.distributed_state = PartialState(cpu=True)
+        args.distributed_state.device = backend.device
+        if several:
+            # Accelerate names the device by the process's number on its machine, and each of these has but the first.
+            vars(args.distributed_state)["wait_for_everyone"] = torch.distributed.barrier
+        else:
+            # Of hosts one logs and saves. There are not several to divide batches between: each has the batch of all chips.
+            args.distributed_state.process_index = args.distributed_state.local_process_index = backend.processes.index
+        args._n_gpu = 0
+        # `TrainingArguments.device` is a cached property of this name.
+        vars(args)["_setup_devices"] = backend.device
+    elif args.device.type != backend.device.type:
+        args.use_cpu = backend.device.type == "cpu"
+        del vars(args)["_setup_devices"]
+        assert args.device.type == backend.device.type

@@ -65,7 +65,7 @@ def test_torch_xla_can_be_switched_off(switches):
 
 @pytest.fixture
 def on_meta():
-    """accelerate's state, bound to a device as trainers/checks/device.py binds it to the XLA device."""
+    """accelerate's state, bound to a device as trainers/set_up.py binds it to the XLA device."""
     AcceleratorState._reset_state(reset_partial_state=True)
     state = PartialState(cpu=True)
     state.device = torch.device("meta")
@@ -75,7 +75,7 @@ def on_meta():
 
 def test_device_of_the_state_is_taken_over(on_meta):
     accelerator = Accelerator()
-    assert accelerator.device.type == "meta", "trainers/checks/device.py"
+    assert accelerator.device.type == "meta", "trainers/set_up.py"
     assert (accelerator.num_processes, accelerator.process_index) == (1, 0)
     assert PartialState().device.type == "meta", "the state is no longer shared by its instances"
 

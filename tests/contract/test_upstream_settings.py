@@ -85,7 +85,7 @@ def test_device_is_a_cached_property(stock):
     config = stock.config()
     assert "_setup_devices" in vars(config), "TrainingArguments no longer takes the device when it is made"
     vars(config)["_setup_devices"] = torch.device("meta")
-    assert config.device.type == "meta", "trainers/checks/device.py"
+    assert config.device.type == "meta", "trainers/set_up.py"
     config._n_gpu = 0
     assert (config.n_gpu, config.world_size, config.train_batch_size) == (0, 1, 2)
     del vars(config)["_setup_devices"]

@@ -12,9 +12,9 @@ from trl import DPOConfig, KTOConfig
 from hf_tpu_ext import TPUGRPOConfig, TPUSFTConfig, trainers
 from hf_tpu_ext.data.buckets import percentile_buckets, validate_buckets
 from hf_tpu_ext.sharding.mesh import resolve_mesh
-from hf_tpu_ext.trainers.checks.answers import Place
+from hf_tpu_ext.trainers.checks.answers import Place, split_by
 from hf_tpu_ext.trainers.checks.fields import LOSSES, adapt
-from hf_tpu_ext.trainers.checks.settings import check_processes, split_by
+from hf_tpu_ext.trainers.checks.settings import check_processes
 from hf_tpu_ext.trainers.checks.upstream import overrides_loss
 from hf_tpu_ext.trainers.online.arguments import count_rows_of_chips
 from hf_tpu_ext.trainers.run.lengths import declare_lengths

@@ -7,11 +7,22 @@ from functools import cache
 from typing import Any, Literal
 
 import torch
+from accelerate.utils import parse_flag_from_env
 from transformers import TrainingArguments
+from transformers.training_args import ParallelMode
 
 from ...backends.base import Backend
 from ...errors import UserError
 from ...sharding import resolve_mesh
+
+
+def split_by(args: TrainingArguments) -> str | None:
+    """By what accelerate splits over processes what is trained: one of the names in [`Place`]."""
+    if args.parallel_mode != ParallelMode.DISTRIBUTED:
+        return None
+    if args.deepspeed_plugin is not None:
+        return "deepspeed stage 3" if args.deepspeed_plugin.zero_stage == 3 else "deepspeed"
+    return "fsdp" if args.fsdp or parse_flag_from_env("ACCELERATE_USE_FSDP") else None
 
 
 @dataclass(frozen=True)
@@ -38,12 +49,12 @@ class Place:
     split_by: str | None = None
 
     @classmethod
-    def of(cls, backend: Backend, args: TrainingArguments, split_by: str | None) -> "Place":
-        """The place that a backend is for some arguments, where upstream splits training by `split_by`."""
+    def of(cls, backend: Backend, args: TrainingArguments) -> "Place":
+        """The place that a backend is for some arguments."""
         xla, chips = backend.static_shapes, backend.num_chips
         processes = backend.processes.row_shards if xla else 1
         splits = processes > 1 and resolve_mesh(vars(args).get("mesh"), processes * chips)["fsdp"] > 1
-        return cls(backend.name, xla, backend.traces_steps, chips, processes, splits, split_by)
+        return cls(backend.name, xla, backend.traces_steps, chips, processes, splits, split_by(args))
 
 
 @dataclass

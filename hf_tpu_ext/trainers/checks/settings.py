@@ -1,14 +1,15 @@
 """What cannot work on any device, besides the values of fields, is refused before a model is loaded."""
 
+import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-from accelerate.utils import parse_flag_from_env
+from peft import PeftModel, ShiraConfig
+from torch import nn
 from transformers import AutoConfig, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.training_args import ParallelMode
 from trl import RewardConfig
 
 from ...backends import select_backend
@@ -20,6 +21,8 @@ from .fields import adapt
 
 
 _NUMBERS = (int, float, int | None, float | None)
+# For a task with labels PEFT adds all names that heads have in upstream's models.
+_HEADS = ("classifier", "score", "qa_outputs")
 
 
 def check_recipe(args: ExtensionArguments) -> None:
@@ -28,16 +31,7 @@ def check_recipe(args: ExtensionArguments) -> None:
     train with an optimizer of upstream's.
     """
     backend = select_backend("cpu" if args.use_cpu else args.backend, args.num_chips)
-    adapt(args, Place.of(backend, args, split_by(args)), {"train_dataset": True})
-
-
-def split_by(args: TrainingArguments) -> str | None:
-    """By what accelerate splits over processes what is trained: one of the names in [`Place`]."""
-    if args.parallel_mode != ParallelMode.DISTRIBUTED:
-        return None
-    if args.deepspeed_plugin is not None:
-        return "deepspeed stage 3" if args.deepspeed_plugin.zero_stage == 3 else "deepspeed"
-    return "fsdp" if args.fsdp or parse_flag_from_env("ACCELERATE_USE_FSDP") else None
+    adapt(args, Place.of(backend, args), {"train_dataset": True})
 
 
 def check_processes(args: TrainingArguments) -> None:
@@ -105,3 +99,30 @@ def check_architecture(args: TrainingArguments, trainer_kwargs: Mapping[str, Any
                 f'example "architectures": ["{example}"], or load the model yourself: '
                 f'{name}=AutoModelForCausalLM.from_pretrained("{model}").'
             )
+
+
+def check_adapter(trainer_kwargs: Mapping[str, Any]) -> None:
+    """Refuse an adapter that torch_xla has no operators for (`ValueError`). The arguments are those of upstream's trainer."""
+    model = trainer_kwargs.get("model")
+    configs = model.peft_config.values() if isinstance(model, PeftModel) else [trainer_kwargs.get("peft_config")]
+    if any(isinstance(config, ShiraConfig) for config in configs):
+        raise UserError(
+            "SHiRA adds a sparse tensor to a weight (peft_config=ShiraConfig(...)), and torch_xla has no sparse tensors. Take another "
+            "adapter, for example peft_config=LoraConfig(...), or train it on CUDA (backend='cuda') or on the CPU (use_cpu=True)."
+        )
+
+
+def absent_modules_of_adapter(model: nn.Module) -> Iterator[str]:
+    """Lines on modules that an adapter's settings name and the model does not have: PEFT leaves them out without a word, if it finds one."""
+    if not isinstance(model, PeftModel):
+        return
+    modules = [name for name, _ in model.named_modules()]
+    for config in model.peft_config.values():
+        for setting in ("target_modules", "modules_to_save"):
+            names = vars(config).get(setting)
+            for name in names if isinstance(names, (list, set)) else ():
+                if name in _HEADS or any(module.endswith(name) for module in modules):
+                    continue
+                close = difflib.get_close_matches(name, {module.rpartition(".")[2] for module in modules}, n=1)
+                hint = f" Did you mean {close[0]!r}?" if close else ""
+                yield f"{setting} of the adapter names {name!r}, and the model has no such module.{hint}"

@@ -91,16 +91,18 @@ def _package_of(owner: type) -> str:
     return owner.__module__.partition(".")[0]
 
 
-def check_trainer(cls: type[Trainer], trainer_kwargs: Mapping[str, Any]) -> None:
+def check_trainer(cls: type[Trainer], trainer_kwargs: Mapping[str, Any], compiles: bool) -> None:
     """
-    Refuse what cannot work on XLA (`ValueError`), before a model is loaded: trainers that write text within their
-    steps, datasets with images, and rows that prefer nothing. `trainer_kwargs` are the trainer's arguments, by name.
+    Refuse what cannot work (`ValueError`), before a model is loaded: preference data without its columns, and a reference model that
+    is a name. Where XLA `compiles` steps, also trainers that write text within their steps, datasets with images, and rows that prefer
+    nothing. `trainer_kwargs` are the trainer's arguments, by name.
     """
     upstream = upstream_of(cls)
+    takes_preferences = upstream.__name__ in _TAKE_PREFERENCES
     generates = sorted({owner.__name__ for owner in upstream.__mro__} & _GENERATE)
-    if cls.generates:
+    if compiles and cls.generates:
         cls.check_trainer_kwargs(trainer_kwargs)
-    elif generates:
+    elif compiles and generates:
         module = upstream.__module__.rpartition(".")[0]
         instead = f"Use {module}.{{}} on CUDA" if generates[0] not in _REPLACED else "Use hf_tpu_ext.TPU{}, which does"
         raise UserError(
@@ -108,34 +110,20 @@ def check_trainer(cls: type[Trainer], trainer_kwargs: Mapping[str, Any]) -> None
             f"{instead.format(generates[0])}. Trainers whose loss is a function of a batch work: transformers.Trainer, "
             "SFTTrainer, RewardTrainer, DPOTrainer, KTOTrainer."
         )
-    if upstream.__module__.startswith("trl."):
-        for name, dataset in named_datasets(trainer_kwargs).items():
-            if upstream.__name__ not in _TAKE_IMAGES:
-                check_columns_are_text(dataset, name, upstream.__name__)
-            if upstream.__name__ in _TAKE_PREFERENCES:
-                check_preferences(dataset, name, upstream.__name__)
-
-
-def check_reference(cls: type[Trainer], trainer_kwargs: Mapping[str, Any]) -> None:
-    """Refuse the name of a reference model (`ValueError`). The arguments are those of [`check_trainer`]."""
-    name = trainer_kwargs.get("ref_model")
-    if isinstance(name, str) and upstream_of(cls).__name__ in _TAKE_PREFERENCES:
+    for name, dataset in named_datasets(trainer_kwargs).items():
+        if compiles and upstream.__module__.startswith("trl.") and upstream.__name__ not in _TAKE_IMAGES:
+            check_columns_are_text(dataset, name, upstream.__name__)
+        if compiles and takes_preferences:
+            check_preferences(dataset, name, upstream.__name__)
+        elif takes_preferences and isinstance(dataset, Dataset):
+            # Upstream looks for them when the model is loaded. Of a stream, that would read its first row.
+            find_columns(dataset, name, upstream.__name__)
+    reference = trainer_kwargs.get("ref_model")
+    if isinstance(reference, str) and takes_preferences:
         raise UserError(
-            f"ref_model={name!r} is a name, and the reference has to be a loaded model. Pass "
-            f"ref_model=AutoModelForCausalLM.from_pretrained({name!r})."
+            f"ref_model={reference!r} is a name, and the reference has to be a loaded model. Pass "
+            f"ref_model=AutoModelForCausalLM.from_pretrained({reference!r})."
         )
-
-
-def check_columns(cls: type[Trainer], trainer_kwargs: Mapping[str, Any]) -> None:
-    """
-    Refuse preference data without its columns (`ValueError`) where upstream's loop runs, which looks for them when the model is
-    loaded. The arguments are those of [`check_trainer`].
-    """
-    if (upstream := upstream_of(cls).__name__) in _TAKE_PREFERENCES:
-        for name, dataset in named_datasets(trainer_kwargs).items():
-            # Of a stream, that would read its first row.
-            if isinstance(dataset, Dataset):
-                find_columns(dataset, name, upstream)
 
 
 def overrides_loss(cls: type[Trainer]) -> bool:
