@@ -101,7 +101,7 @@ class StepStatus(TrainerCallback):
             Tells how the step that ends was run: `"trace"`, `"replay"`, or on an eager device `"step"`.
         flops (`Callable[[tuple[int, int]], float | None]`, *optional*):
             Arithmetic of training on a batch of a shape, if it is known.
-        over_processes (`Callable[[list[int]], list[int]]`, *optional*):
+        over_processes (`Callable[[list[int]], list[float]]`, *optional*):
             Sums numbers over the processes of the run, all of which log at once. By default there is one.
     """
 
@@ -110,7 +110,7 @@ class StepStatus(TrainerCallback):
         backend: Backend,
         kind_of_step: Callable[[], str],
         flops: Callable[[tuple[int, int]], float | None] | None = None,
-        over_processes: Callable[[list[int]], list[int]] | None = None,
+        over_processes: Callable[[list[int]], list[float]] | None = None,
     ):
         self._backend = backend
         self._kind_of_step = kind_of_step
@@ -231,7 +231,9 @@ class StepStatus(TrainerCallback):
         counts = {shape: count._replace(tokens=int(count.tokens)) for shape, count in self._window.items()}
         self._window = {}
         if self._over_processes is not None:
-            counts = {shape: BatchCount(*self._over_processes(list(count))) for shape, count in counts.items()}
+            counts = {
+                shape: BatchCount(*map(int, self._over_processes(list(count)))) for shape, count in counts.items()
+            }
         for shape, count in counts.items():
             for sums in (self.batches, self._since_log):
                 sums[shape] = sums.get(shape, BatchCount()) + count

@@ -45,15 +45,14 @@ from .checks.settings import (
 from .checks.upstream import check_trainer, loads_model, overrides_loss
 from .configs import ExtensionArguments, PredictedTextArguments
 from .run.chips import Chips
-from .run.compiled_layers import CompiledLayers
-from .run.eager_steps import EagerSteps, check_split
+from .run.eager_steps import CompiledLayers, EagerSteps, check_split
 from .run.ema import Averaging
 from .run.frozen_weights import ShortFrozenWeights
 from .run.hosts import HostAgreement, check_same_settings
 from .run.layers import LayerScan
 from .run.lengths import longest_kept, row_lengths
 from .run.model_generate import ModelGenerate
-from .run.predicted_text import check_predicted_text
+from .run.predictions import check_predicted_text
 from .run.programs import TrainerPrograms
 from .run.text import TextGeneration
 from .run.training_steps import TrainingSteps
@@ -284,7 +283,7 @@ class SetUpMixin:
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if self.backend.unknown_upstream:
-            self.agreement.note_model("weights", model)
+            self.agreement.note_weights(model)
             self.backend.processes.take_from_first(model)
             if self._follows_optimizer and self.chips.sharding_plan is None:
                 self._parameters_before = dict(model.named_parameters())

@@ -18,7 +18,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_tpu_ext import TPUSFTConfig, TPUTrainer, TPUTrainingArguments
-from hf_tpu_ext.trainers.run import compiled_layers
+from hf_tpu_ext.trainers.run import eager_steps
 
 
 WHOLE = dict(config_cls=TPUSFTConfig, compile_step="step")
@@ -107,12 +107,12 @@ def test_what_python_reads_is_followed(runs, caplog, changes):
     common = dict(
         report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=1, per_device_train_batch_size=4
     )
-    compiled_layers.logger.addHandler(caplog.handler)
+    eager_steps.logger.addHandler(caplog.handler)
     try:
         ours = TPUTrainingArguments(str(runs.output_dir), compile_step="step", run_report=False, **common, **config)
         mine, _ = train(TPUTrainer, ours)
     finally:
-        compiled_layers.logger.removeHandler(caplog.handler)
+        eager_steps.logger.removeHandler(caplog.handler)
     theirs, _ = train(Trainer, TrainingArguments(str(runs.output_dir), use_cpu=True, **common, **config))
     assert mine == pytest.approx(theirs, rel=1e-5)
     line = "such changes before"
@@ -132,11 +132,11 @@ def test_layers_one_by_one(runs, same_logs, caplog, settings, reason, most):
     # Layers of other models.
     torch.compiler.reset()
     config = dict(max_steps=20, logging_steps=5, optim="adamw_torch_fused") | settings
-    compiled_layers.logger.addHandler(caplog.handler)
+    eager_steps.logger.addHandler(caplog.handler)
     try:
         trainer, steps = train(runs, config_cls=TPUSFTConfig, **config)
     finally:
-        compiled_layers.logger.removeHandler(caplog.handler)
+        eager_steps.logger.removeHandler(caplog.handler)
     assert f"The 2 layers are compiled one by one, and the rest is run by operators: {reason}" in caplog.text
     config.pop("compile_step", None)
     same_logs(trainer, runs.stock(**config))
@@ -234,13 +234,13 @@ def test_an_attention_of_the_users_is_run_at_every_step(runs, same_logs, caplog)
 
     AttentionInterface.register("own", attend)
     trainers = []
-    compiled_layers.logger.addHandler(caplog.handler)
+    eager_steps.logger.addHandler(caplog.handler)
     for train in (partial(runs.ours, config_cls=TPUSFTConfig), runs.stock):
         rescale.scale = 1.0
         model = AutoModelForCausalLM.from_pretrained(runs.model_dir, attn_implementation="own", dtype=torch.float32)
         settings = dict(gradient_checkpointing=False, max_steps=4, kwargs={"callbacks": [rescale]})
         trainers.append(train(model=model, **settings))
-    compiled_layers.logger.removeHandler(caplog.handler)
+    eager_steps.logger.removeHandler(caplog.handler)
     same_logs(*trainers)
     assert "<locals>.attend (test_torch_tpu_compiled.py, line" in caplog.text
 

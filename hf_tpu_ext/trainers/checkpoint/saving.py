@@ -254,15 +254,16 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
     def write_model(self, output_dir: str, state_dict) -> None:
         # Upstream pickles the arguments as they are, hub_token too.
         texts = {name: value for name, value in vars(self.args).items() if isinstance(value, str | dict | list)}
-        of_model = vars(unwrap_peft_model(self.model))
+        of_model = {}
         if self.args.save_on_each_node:
             # Upstream's model is written by the first process of all, whatever it is told.
             of_model["should_save_on_this_rank"] = lambda is_main_process: is_main_process
-        try:
-            with self.layers.in_place(), temporarily(self.args, **redact(texts)):
-                super()._save(output_dir, state_dict)
-        finally:
-            of_model.pop("should_save_on_this_rank", None)
+        with (
+            self.layers.in_place(),
+            temporarily(self.args, **redact(texts)),
+            temporarily(unwrap_peft_model(self.model), **of_model),
+        ):
+            super()._save(output_dir, state_dict)
         if self.args.should_save:
             self.averaging.save(output_dir)
         names = find_frozen(self.model) if self._names_of_base is None else self._names_of_base

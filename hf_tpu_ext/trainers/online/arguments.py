@@ -8,6 +8,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from ...backends import select_backend
 from ...errors import UserError
+from ...temporarily import temporarily
 from ..configs import ExtensionArguments
 
 
@@ -61,11 +62,8 @@ class RewardedArguments(RolloutArguments):
             return
         self.generation_batch_size = None
         # As many as there might be for rows that are whole groups.
-        self._processes = max(1, math.lcm(self.num_generations, self.num_generations_eval or 1))
-        try:
+        with temporarily(self, _processes=max(1, math.lcm(self.num_generations, self.num_generations_eval or 1))):
             super().__post_init__()
-        finally:
-            del self._processes
         rows = self.per_device_train_batch_size
         self.generation_batch_size = rows * self.steps_per_generation
         if generation_rows is not None:

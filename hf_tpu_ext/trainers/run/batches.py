@@ -26,13 +26,12 @@ from ...data.static_shapes import (
 from ...errors import UserError
 from ...layers.batch_length import BatchLength
 from ..checks.datasets import named_datasets
-from ..checks.families import class_that_sees_padding
+from ..checks.families import class_that_sees_padding, why_model_counts_tokens, why_targets_count
 from ..checks.upstream import upstream_of
 from ..configs import PaddedArguments
 from .images import ImagesMixin
 from .index_ranges import IndexRanges
 from .lengths import length_for, row_lengths
-from .masked_rows import why_model_counts_tokens, why_targets_count
 from .programs import SentBatch
 from .user_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, find_own_code, keys_of_a_step, owner_of
 

@@ -160,8 +160,7 @@ class Chips:
         """Sum a number over chips, where they run by themselves; elsewhere it is the sum already."""
         return value if self.local_gradients is None else self.local_gradients.over_chips(value)
 
-    @contextmanager
-    def gather_over_chips(self, accelerator: Accelerator) -> Iterator[None]:
+    def gather_over_chips(self, accelerator: Accelerator) -> AbstractContextManager[None]:
         """Within this context, what upstream gathers from all processes is gathered from chips that run by themselves."""
         gathers = {}
         if self.local_gradients is not None:
@@ -170,8 +169,7 @@ class Chips:
             # On the device, and of all rows: upstream leaves values of a last batch out by their number.
             gather = partial(recursively_apply, self._backend.processes.gather)
             gathers = {"gather_for_metrics": gather, "gather": gather, "reduce": self._reduce}
-        with _gathered_by(accelerator, gathers):
-            yield
+        return temporarily(accelerator, **gathers)
 
     def _reduce(self, value: torch.Tensor, reduction: str) -> torch.Tensor:
         values = self._backend.processes.gather(value[None])
@@ -251,19 +249,6 @@ class Chips:
         return lines
 
 
-@contextmanager
-def _gathered_by(accelerator: Accelerator, gathers: dict[str, Callable]) -> Iterator[None]:
-    """Within this context, these functions are the accelerator's methods of their names."""
-    before = {name: vars(accelerator)[name] for name in gathers if name in vars(accelerator)}
-    vars(accelerator).update(gathers)
-    try:
-        yield
-    finally:
-        for name in gathers:
-            del vars(accelerator)[name]
-        vars(accelerator).update(before)
-
-
 def rows_gathered(accelerator: Accelerator, rows: torch.Tensor) -> AbstractContextManager:
     """Context in which what upstream gathers for metrics are the first rows of a batch, so many as a number on the device says."""
 
@@ -271,7 +256,7 @@ def rows_gathered(accelerator: Accelerator, rows: torch.Tensor) -> AbstractConte
         # Numbers have no rows.
         return select(value, torch.arange(len(value), device=value.device) < rows) if value.ndim else value
 
-    return _gathered_by(accelerator, {"gather_for_metrics": partial(recursively_apply, cut)})
+    return temporarily(accelerator, gather_for_metrics=partial(recursively_apply, cut))
 
 
 def _split_output(backend: Backend, module: nn.Module, args: Any, output: Any) -> Any:

@@ -4,13 +4,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import TrainerCallback
+from transformers.utils import logging
 
+from ...backends.base import Backend
 from ...errors import UserError
+from ...layers.layer_list import find_layers
 from ...step.gradients import average_gradients
 from ...step.train_step import MICRO_STEP, OPTIMIZER_STEP
-from .compiled_layers import CompiledLayers
 from .programs import SentBatch
+
+
+logger = logging.get_logger(__name__)
 
 
 def check_split(mesh: str, generates: bool, is_quantized: bool) -> None:
@@ -30,6 +36,33 @@ def check_split(mesh: str, generates: bool, is_quantized: bool) -> None:
         )
 
 
+class CompiledLayers:
+    """Compiles the layers of a model for a run, each as a program of its own; the rest of a step is run by operators."""
+
+    def __init__(self, backend: Backend):
+        self._backend = backend
+        #: What leaves each layer that is compiled now as it was.
+        self.undo: list[Callable[[], None]] = []
+
+    def begin(self, model: nn.Module, reason: str) -> None:
+        """Compile the layers, if there are any, and say why no more is compiled: `reason` is a clause."""
+        layers = find_layers(model)
+        if layers is not None and not self.undo:
+            parent, name = layers
+            self.undo = [self._backend.compile_module(layer) for layer in getattr(parent, name)]
+        logger.warning(
+            f"The {len(self.undo)} layers are compiled one by one, and the rest is run by operators: {reason}."
+            if self.undo
+            else f"Steps are run by operators: {reason}, and the model has no list of layers."
+        )
+
+    def end(self) -> None:
+        """Leave the layers as they were."""
+        for undo in self.undo:
+            undo()
+        self.undo = []
+
+
 class EagerSteps(TrainerCallback):
     """
     Owns the training steps of a trainer where they are run by upstream's loop, operator by operator.
@@ -43,8 +76,6 @@ class EagerSteps(TrainerCallback):
     #: Steps are not run by the handle of their program, as those of [`TrainingSteps`] are.
     compiled = why_traced = None
     replays = False
-    #: Whether what `run` returns to upstream's loop is a zero on the host.
-    returns_zero_loss = False
     #: The norm of the gradients of the step under way, where its program has clipped them.
     grad_norm: torch.Tensor | None = None
 

@@ -21,8 +21,7 @@ from ...layers.random_numbers import RandomNumbers
 from ...step.metrics import DeviceSums
 from ...step.running_code import is_known
 from ...temporarily import temporarily
-from .predicted_columns import find_added, without_added
-from .predicted_text import write_predictions
+from .predictions import find_added, without_added, write_predictions
 from .programs import SentBatch
 from .text import TextGeneration
 from .user_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, computes_loss_by_itself, owner_of
@@ -263,12 +262,15 @@ class CompiledEvaluation:
     def _predicting_loop(self, dataloader, arguments: tuple) -> EvalLoopOutput:
         """Upstream's loop, whose predictions are read for many batches at once."""
         # Logits are cut down on the device, in the program that makes them, and not once more on the host.
-        preprocess = self.preprocess_logits_for_metrics
+        instead: dict[str, Any] = {}
         if self.predicted_text is None:
-            self._preprocess_on_device, self.preprocess_logits_for_metrics = preprocess, None
+            instead = {
+                "_preprocess_on_device": self.preprocess_logits_for_metrics,
+                "preprocess_logits_for_metrics": None,
+            }
         replaying = nullcontext()
         if is_known(owner_of(type(self), "prediction_step").__module__):
-            self._made_ahead = deque()
+            instead["_made_ahead"] = made_ahead = deque()
             _, _, ignore_keys, _ = arguments
             model = self._wrap_model(self.model, training=False)
             replaying = self._evaluation_under_way()
@@ -276,15 +278,13 @@ class CompiledEvaluation:
             # Metrics of each batch ask the dataloader whether it is the last one.
             several = self.backend.processes.own_rows
             most = 1 if self.args.batch_eval_metrics or several else self.args.eval_accumulation_steps
-            dataloader = _PredictedAhead(dataloader, self._made_ahead, predict, self._read_predictions, most)
+            dataloader = _PredictedAhead(dataloader, made_ahead, predict, self._read_predictions, most)
             # Upstream asks the dataloader which batch is the last one and has fewer rows. It may have been asked for by now.
             self.gather_function = self.accelerator.gather_for_metrics if several else self._as_counted
         try:
-            with replaying:
+            with replaying, temporarily(self, **instead):
                 output = super().evaluation_loop(dataloader, *arguments)
         finally:
-            self.preprocess_logits_for_metrics, self._preprocess_on_device = preprocess, None
-            self._made_ahead = None
             self.gather_function = self.accelerator.gather_for_metrics
         self.take_metrics("eval", self.backend.fetch(self.logged_metrics("eval")))
         return output

@@ -76,16 +76,16 @@ class HostAgreement:
 
     def __init__(self, backend: Backend):
         self._backend = backend
-        # Hashes of models, by a name for messages.
-        self._models: dict[str, str] = {}
+        # Of the trained model.
+        self._hash_of_weights = ""
         self._sent_first = False
 
     @property
     def _several(self) -> bool:
         return self._backend.processes.one_program
 
-    def note_model(self, name: str, model: nn.Module) -> None:
-        """Note the weights of a model, while they are on the host."""
+    def note_weights(self, model: nn.Module) -> None:
+        """Note the weights of the model, while they are on the host."""
         if not self._several:
             return
         digest = hashlib.blake2b(digest_size=16)
@@ -93,7 +93,7 @@ class HostAgreement:
             digest.update(f"{key} {value.dtype} {tuple(value.shape)} {value.device.type}".encode())
             if value.device.type == "cpu" and value.numel():
                 digest.update(sample_of(value).contiguous().view(torch.uint8).numpy())
-        self._models[name] = digest.hexdigest()
+        self._hash_of_weights = digest.hexdigest()
 
     def take_random_state(self) -> None:
         """
@@ -110,7 +110,7 @@ class HostAgreement:
         if not self._several:
             return
         mine = {
-            "model": self._models,
+            "model": {"weights": self._hash_of_weights},
             "data:": {name: _hash_rows(dataset) for name, dataset in datasets.items()},
             "random state of": {name: _hash(repr(state).encode()) for name, state in read_random_state().items()},
         }

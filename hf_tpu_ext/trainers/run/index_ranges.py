@@ -11,21 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.auto import modeling_auto
 from transformers.trainer_utils import unwrap_peft_model
 
 from ...data.static_shapes import CollatedBatch, as_collated
 from ...errors import UserError
 from ...step.running_code import is_known
-
-
-def classes_for(*tasks: str) -> set[str]:
-    """Names of the classes of transformers' models for some tasks, as the auto classes call these."""
-    names: set[str] = set()
-    for task in tasks:
-        for entry in vars(modeling_auto)[f"MODEL_FOR_{task}_MAPPING_NAMES"].values():
-            names.update([entry] if isinstance(entry, str) else entry)
-    return names
+from ..checks.families import classes_for
 
 
 _VOCABULARY_MODELS = classes_for("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")

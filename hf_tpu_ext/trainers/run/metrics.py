@@ -13,6 +13,7 @@ from transformers import Trainer
 
 from ...step.deferred_reads import Appended, DeferredReads, metrics_in
 from ...step.metrics import DeviceSums
+from ...temporarily import temporarily
 from .user_code import functions_of, names_of_a_step, syntax_of
 
 
@@ -60,23 +61,15 @@ class MetricsMixin:
             yield
             return
         mode = "train" if self.model.training else "eval"
-        upstream_lists, total = self._kept_metrics, self._total_train_tokens
         reads = DeferredReads(self.backend.device.type, "trl")
         appended_values = {name: defaultdict(partial(Appended, reads)) for name in self._metric_sums}
-        vars(self)[self._metrics_kept_in] = appended_values
-        self._total_train_tokens = 0
-        self._defers_metrics = True
-        loss_func = self.compute_loss_func
-        if loss_func is not None:
-            self.compute_loss_func = partial(_without_mode, loss_func)
-        try:
+        instead = {self._metrics_kept_in: appended_values, "_total_train_tokens": 0, "_defers_metrics": True}
+        if self.compute_loss_func is not None:
+            instead["compute_loss_func"] = partial(_without_mode, self.compute_loss_func)
+        with temporarily(self, **instead):
             with reads:
                 yield
             self._add_metrics(mode, appended_values[mode], self._total_train_tokens)
-        finally:
-            self.compute_loss_func = loss_func
-            vars(self)[self._metrics_kept_in], self._total_train_tokens = upstream_lists, total
-            self._defers_metrics = False
 
     def _add_metrics(self, mode: str, appended_values: dict[str, list], num_tokens: Tensor | int) -> None:
         sums, totals = self._metric_sums[mode], {}

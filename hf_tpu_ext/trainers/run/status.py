@@ -33,13 +33,15 @@ class StatusMixin(RunFactsMixin):
 
     def start_status(self) -> None:
         """Time the steps of the runs to come."""
-        over_processes = self._sum_over_processes if self.backend.processes.own_rows else None
-        kind_of_step = self.steps.find_kind if self.compiles_steps else lambda: "step"
+
+        def kind_of_step() -> str:
+            if not self.compiles_steps:
+                return "step"
+            return "replay" if self.steps.replays else "trace"
+
+        over_processes = self.backend.processes.total if self.backend.processes.own_rows else None
         self.status = StepStatus(self.backend, kind_of_step, self._flops_of_batch(), over_processes)
         self.add_callback(self.status)
-
-    def _sum_over_processes(self, numbers: list[int]) -> list[int]:
-        return [int(number) for number in self.backend.processes.total(numbers)]
 
     def keep_record(self, args: TrainingArguments, lines: RunLines) -> None:
         """Keep a record of the runs to come, with the arguments as they were given, and make a report of each."""
@@ -106,7 +108,8 @@ class StatusMixin(RunFactsMixin):
     def reset_upstream_loss(self) -> None:
         """Set the sum of losses that upstream keeps back to 0, where the losses are that are added to it."""
         zero = torch.zeros(())
-        self._tr_loss = zero if self.steps.returns_zero_loss else self.backend.send(zero)
+        # Programs keep it, and upstream's loop is given zeros on the host.
+        self._tr_loss = zero if self.steps.compiled is not None else self.backend.send(zero)
 
     # ---- Upstream's hooks ----
 

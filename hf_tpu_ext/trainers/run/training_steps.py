@@ -16,13 +16,9 @@ from ...layers.random_numbers import RandomNumbers
 from ...step.gradients import StepGradients
 from ...step.optimizer import LazyAdamW, are_same
 from ...step.train_step import MICRO_STEP, OPTIMIZER_STEP, train_step
-from .compiled_layers import CompiledLayers
+from .eager_steps import CompiledLayers
 from .programs import SentBatch
-from .user_code import (
-    METHODS_OF_A_STEP,
-    find_code_between_stages,
-    sees_micro_steps,
-)
+from .user_code import METHODS_OF_A_STEP, find_code_between_stages, sees_micro_steps
 
 
 class TrainingSteps(TrainerCallback):
@@ -76,10 +72,6 @@ class TrainingSteps(TrainerCallback):
         """Whether the step under way, or the last one, is run by the handle of its program."""
         return self.compiled is not None and self.compiled.replays
 
-    def find_kind(self) -> str:
-        """How the step under way, or the last one, is run: `"replay"` or `"trace"`."""
-        return "replay" if self.replays else "trace"
-
     @property
     def may_be_replayed(self) -> bool:
         """Whether the step under way is run by the handle of its program, or traced for one."""
@@ -89,11 +81,6 @@ class TrainingSteps(TrainerCallback):
     def by_operators(self) -> bool:
         """Whether a step is run operator by operator, each of which is a program."""
         return self._backend.compiles_operators and not self.may_be_replayed
-
-    @property
-    def returns_zero_loss(self) -> bool:
-        """Whether what `run` returns to upstream's loop is a zero on the host."""
-        return self.compiled is not None
 
     # ---- A run ----
 
