@@ -4,7 +4,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache, partial
 from types import FunctionType
 from typing import Any, get_args, get_type_hints
@@ -190,14 +190,16 @@ def _bind(replacement: Callable, name: str, function: Callable) -> Callable:
 _bind_once = cache(_bind)
 
 
-def checkpointing_left_on(cls: type[Trainer]) -> AbstractContextManager:
+@contextmanager
+def checkpointing_left_on(cls: type[Trainer]) -> Iterator[None]:
     """
     Context within which a trainer of TRL leaves activation checkpointing on where it runs a model without gradients.
 
     Switching it on again would put PyTorch's own function in place of XLA's, and register hooks anew at each step.
     Without gradients nothing is kept for the backward pass anyway.
     """
-    return upstream_names(cls, disable_gradient_checkpointing=_without_warning)
+    with upstream_names(cls, disable_gradient_checkpointing=_without_warning):
+        yield
 
 
 @contextmanager

@@ -169,7 +169,7 @@ class Chips:
             # On the device, and of all rows: upstream leaves values of a last batch out by their number.
             gather = partial(recursively_apply, self._backend.processes.gather)
             gathers = {"gather_for_metrics": gather, "gather": gather, "reduce": self._reduce}
-        return temporarily(accelerator, **gathers)
+        return temporarily(accelerator, **gathers) if gathers else nullcontext()
 
     def _reduce(self, value: torch.Tensor, reduction: str) -> torch.Tensor:
         values = self._backend.processes.gather(value[None])
