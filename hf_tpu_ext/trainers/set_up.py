@@ -107,7 +107,7 @@ class SetUpMixin:
             check_processes(args)
         self.compiled.changes += self.backend.prepare_host()
         self.compiled.changes += self.backend.use_compile_cache(extension.compile_cache_dir)
-        _bind_device(self.compiled.args, self.backend)
+        bind_device(self.compiled.args, self.backend)
         if self.backend.processes.index > 0:
             # The first warns of what is the same in all.
             logging.getLogger(_PACKAGE).setLevel(logging.ERROR)
@@ -360,7 +360,7 @@ def _prepare_undispatched(accelerator: Accelerator, prepare: Callable, *args, **
         return prepare(*args, **kwargs)
 
 
-def _bind_device(args: TrainingArguments, backend: Backend) -> None:
+def bind_device(args: TrainingArguments, backend: Backend) -> None:
     """
     Point arguments, and the accelerate state that goes with them, to the backend's device.
 

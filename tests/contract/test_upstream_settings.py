@@ -20,7 +20,8 @@ from trl import SFTConfig
 
 from hf_tpu_ext.cli.swap import TRAINERS
 from hf_tpu_ext.cli.trl_scripts import SCRIPTS
-from hf_tpu_ext.trainers.checks import adaptations, device
+from hf_tpu_ext.trainers.checks import adaptations
+from hf_tpu_ext.trainers.set_up import bind_device
 
 
 def parameters(function):
@@ -61,7 +62,7 @@ def test_defaults_that_are_replaced(stock):
 
 
 def test_arguments_that_are_set(stock):
-    set_on_copies = assigned_names(adaptations) | assigned_names(device)
+    set_on_copies = assigned_names(adaptations) | assigned_names(bind_device)
     set_on_copies -= {"distributed_state", "_n_gpu", "device"}
     assert {"optim", "bf16", "mixed_precision", "model_init_kwargs"} <= set_on_copies
     there = set(vars(SFTConfig(str(stock.output_dir), use_cpu=True)))
@@ -70,11 +71,11 @@ def test_arguments_that_are_set(stock):
     )
 
 
-def assigned_names(module):
-    """The attributes that a module's code sets on `args`."""
+def assigned_names(code):
+    """The attributes that the code of a module or function sets on `args`."""
     return {
         node.attr
-        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        for node in ast.walk(ast.parse(inspect.getsource(code)))
         if isinstance(node, ast.Attribute)
         and isinstance(node.ctx, ast.Store)
         and ast.unparse(node.value).endswith("args")
