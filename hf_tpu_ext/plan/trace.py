@@ -143,7 +143,7 @@ class TracingMixin(EveryLengthMixin):
             config=self.model.config,
             parameters=parameters,
             trained_parameters=num_trained,
-            precision="; ".join([facts.precision, *self.frozen.lines()]),
+            precision="; ".join([facts.precision, *self.describe_frozen()]),
             mesh=self.chips.mesh,
             per_device_train_batch_size=self.args.per_device_train_batch_size,
             per_device_eval_batch_size=self.args.per_device_eval_batch_size,

@@ -1,7 +1,7 @@
 """The compiled path, as a mixin over a live upstream trainer class."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -9,10 +9,10 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import unwrap_peft_model
 
 from ..backends.compiled_function import StateLost
-from ..callbacks.run_record import RunRecord
 from ..data.static_shapes import StaticShapeCollator
 from ..layers.adapters import adapters_scaled_inside
-from ..layers.frozen_weights import bfloat16_holds
+from ..layers.frozen_weights import FrozenWeights, bfloat16_holds
+from ..sharding import ShardingPlan
 from .checkpoint.directories import leaving_no_empty_dir, newest_checkpoint, set_aside
 from .checkpoint.run_lock import only_run_in
 from .checkpoint.saving import SavingMixin
@@ -198,7 +198,7 @@ class TPUTrainerMixin(
         with only_run_in(self.args.output_dir, self.backend.processes):
             checkpoint = self._find_checkpoint(resume_from_checkpoint)
             self.agreement.check_beginning(named_datasets(vars(self)))
-            record = next((each for each in self.callback_handler.callbacks if isinstance(each, RunRecord)), None)
+            record = self.run_record
             if self.args.should_save:
                 took_newest = checkpoint is not None and resume_from_checkpoint is True
                 set_aside(self._get_output_dir(trial), checkpoint, record is not None, took_newest)
@@ -261,15 +261,31 @@ class TPUTrainerMixin(
         ):
             yield
 
-    def frozen_in_bfloat16(self) -> AbstractContextManager:
-        """Within this context frozen weights take half the memory, where that changes no number."""
+    @contextmanager
+    def frozen_in_bfloat16(self) -> Iterator[None]:
+        """
+        Within this context frozen weights take half the memory, where that changes no number. Whoever takes the model out of the
+        trainer, to merge adapters or to save it, has the dtypes that it came with.
+        """
         # FSDP2 keeps the parts of a weight by their memory.
         stays = self.compiled.compute_dtype != torch.bfloat16 or self.backend.splits_weights
-        if stays or self.frozen.in_use is not None:
-            return nullcontext()
+        if stays or self.frozen:
+            yield
+            return
         # A reference that follows the policy changes, whatever its parameters say.
         others = [] if vars(self.args).get("sync_ref_model") else self.other_models()
-        return self.frozen.in_bfloat16([self.model, *others], self.chips.mesh, self._bfloat16_holds)
+        self.frozen = [
+            FrozenWeights(model, self.backend, ShardingPlan(model, self.chips.mesh).specs)
+            for model in (self.model, *others)
+        ]
+        try:
+            for frozen in self.frozen:
+                frozen.shorten(self._bfloat16_holds)
+            yield
+        finally:
+            for frozen in self.frozen:
+                frozen.restore()
+            self.frozen = []
 
     def _end_run(self) -> None:
         """Leave the model and the trainer for another run, however this one ended."""

@@ -22,6 +22,7 @@ from ..backends.host import let_forks_tokenize
 from ..callbacks.run_lines import RunLines
 from ..errors import UserError
 from ..layers.attention import static_masks
+from ..layers.frozen_weights import FrozenWeights
 from ..layers.random_numbers import RandomSeeds
 from ..quantization.bitsandbytes import check_method, find_config
 from ..sharding.plan import place_model
@@ -47,14 +48,12 @@ from .configs import ExtensionArguments, PredictedTextArguments
 from .run.chips import Chips
 from .run.eager_steps import CompiledLayers, EagerSteps, check_split
 from .run.ema import Averaging
-from .run.frozen_weights import ShortFrozenWeights
 from .run.hosts import HostAgreement, check_same_settings
 from .run.layers import LayerScan
 from .run.lengths import longest_kept, row_lengths
-from .run.model_generate import ModelGenerate
 from .run.predictions import check_predicted_text
 from .run.programs import TrainerPrograms
-from .run.text import TextGeneration
+from .run.text import ModelGenerate, TextGeneration
 from .run.training_steps import TrainingSteps
 from .run.user_code import owner_of
 from .run.weight_copies import WeightCopies
@@ -131,7 +130,8 @@ class SetUpMixin:
         self.seeds = RandomSeeds(args.seed)
         self.layers = LayerScan(self)
         self.copies = WeightCopies(self.backend)
-        self.frozen = ShortFrozenWeights(self.backend)
+        #: Frozen weights that are bfloat16 for the time being: those of the trained model, then of further ones.
+        self.frozen: list[FrozenWeights] = []
         self.averaging = Averaging(self.backend, self.layers, lambda: self.plain_optimizer, extension)
         check_model_names(arguments.arguments)
         check_architecture(args, arguments.arguments)
@@ -152,13 +152,11 @@ class SetUpMixin:
             )
         if self.backend.static_shapes:
             self._prepare_steps()
+            self._prepare_static_shapes(extension.max_recompiles)
+            self._replace_generate()
         elif self.averaging.average is not None:
             # Before all other callbacks, one of which may evaluate.
             self.callback_handler.callbacks.insert(0, self.averaging)
-        self._parameters_before = {}
-        if self.backend.static_shapes:
-            self._prepare_static_shapes(extension.max_recompiles)
-            self._replace_generate()
         if self.backend.metrics_on_device:
             self.loss_log = LossLog(self.backend, args.logging_nan_inf_filter)
         if isinstance(self.args, PredictedTextArguments) and self.args.predict_with_generate:
@@ -243,6 +241,7 @@ class SetUpMixin:
                 check_optimizer(self.optimizer, self.model)
                 self._save_from_host(self.optimizer)
             self.backend.set_rng_state(self.args.seed)
+        self._parameters_before = {}
         callbacks = self.callback_handler.callbacks
         # After upstream's own, which says whether a step is logged, and before all that may evaluate.
         assert isinstance(callbacks[0], DefaultFlowCallback)

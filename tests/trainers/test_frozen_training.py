@@ -159,7 +159,7 @@ def test_inexact_weights_and_float32_computation_stay_float32(runs, train):
     for trainer in (runs.ours(lora={}, bf16=True, train=False), train(bf16=False, train=False)):
         with trainer.frozen_in_bfloat16():
             assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
-            assert trainer.frozen.lines() == []
+            assert trainer.describe_frozen() == []
 
 
 @pytest.mark.slow
@@ -221,4 +221,4 @@ def test_what_ends_a_run_leaves_float32(train):
     with pytest.raises(RuntimeError, match="stopped"):
         trainer.train()
     assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
-    assert trainer.frozen.in_use is None
+    assert trainer.frozen == []

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, TrainerCallback
 from trl import LogCompletionsCallback, SFTTrainer
 
 from hf_tpu_ext import generate
-from hf_tpu_ext.trainers.run.model_generate import _OF_MODELS
+from hf_tpu_ext.trainers.run.text import _OF_MODELS
 
 
 GREEDY = GenerationConfig(max_new_tokens=6, do_sample=False)

@@ -18,7 +18,6 @@ from ...backends.detect import TPU_BACKENDS, tpu_chips
 from ...backends.processes import HostsDisagree
 from ...backends.streamed import read_all
 from ...callbacks.preemption import METADATA_URL, Preemption
-from ...callbacks.run_record import RunRecord
 from ...errors import SaveError, UserError
 from ...formatting import count, kind_of_device
 from ...quantization.bitsandbytes import find_config
@@ -200,8 +199,9 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
                 card.text = card.text.replace("[None](https://huggingface.co/None)", f"`{base}`, a local model")
             card.text = card.text.replace('model="None"', f'model="{path.parent}"')
             # It is written when training ends, after the last checkpoint.
-            has_report = any(isinstance(callback, RunRecord) for callback in self.callback_handler.callbacks)
-            report = ": [report](report.md)" if has_report or path.with_name("report.md").is_file() else ""
+            report = (
+                ": [report](report.md)" if self.run_record is not None or path.with_name("report.md").is_file() else ""
+            )
             chips = self.backend.num_chips * self.args.world_size
             on = f"{self.backend.device_name}, {count(chips, kind_of_device(self.backend.name))}"
             card.text += f"\n\nTrained with hf_tpu_ext {__version__} on {on}{report}.\n{in_card(path.parent)}"
@@ -249,7 +249,8 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
     def fetch_weights(self) -> dict[str, Tensor]:
         """The weights of the model on the host, by name, in the dtype that they are trained in."""
         # Parameters rather than detached copies, for tied weights to be seen as one and stored once.
-        return self.frozen.in_float32(self.backend.fetch(dict(self.model.state_dict(keep_vars=True))))
+        weights = self.backend.fetch(dict(self.model.state_dict(keep_vars=True)))
+        return self.frozen[0].in_float32(weights) if self.frozen else weights
 
     def write_model(self, output_dir: str, state_dict) -> None:
         # Upstream pickles the arguments as they are, hub_token too.

@@ -191,10 +191,10 @@ class RolloutMixin(RolloutCheckpoints):
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         batch = super()._prepare_inputs(generation_batch)
         if not self.backend.static_shapes:
-            self._count_tokens(batch)
+            self._count_batch(batch)
         return batch
 
-    def _count_tokens(self, batch: dict[str, Tensor]) -> None:
+    def _count_batch(self, batch: dict[str, Tensor]) -> None:
         if self.status is not None and self.model.training:
             ids, mask = join_completions(batch)
             self.status.count({"input_ids": ids, "attention_mask": mask})
@@ -211,7 +211,7 @@ class RolloutMixin(RolloutCheckpoints):
         # As long for all processes.
         (width,) = self.backend.processes.most([self._width_of(batch)])
         batch = self._pad_batch(self._arrange_rows(batch), width)
-        self._count_tokens(batch)
+        self._count_batch(batch)
         rows = len(batch["prompt_ids"])
         return self._send_rows({**batch, **by_length}, rows, numbers, whole=rows % self.backend.num_chips != 0)
 

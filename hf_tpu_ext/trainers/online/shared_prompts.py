@@ -41,13 +41,6 @@ def why_no_whole_prompts(args: TrainingArguments, group: int, left_over: int) ->
 
 def why_not_shared(model: nn.Module, setting: str) -> str | None:
     """Why a model is to read a prompt once for each of its completions, as a clause; `setting` is `share_prompts`."""
-    reason = _why_not_by_token(model)
-    if reason is None and setting == "auto" and (random := draws_random_numbers(model)) is not None:
-        reason = f"with {random} each has other random numbers (share_prompts=on has the same for all completions of a prompt)"
-    return reason
-
-
-def _why_not_by_token(model: nn.Module) -> str | None:
     base = unwrap_peft_model(model)
     # Beside attention, each token is computed by itself, with its position.
     if not isinstance(base, PreTrainedModel) or base.config.get_text_config().model_type not in VERIFIED:
@@ -58,6 +51,8 @@ def _why_not_by_token(model: nn.Module) -> str | None:
         for config in model.peft_config.values():
             if type(config) is not LoraConfig or config.alora_invocation_tokens:
                 return f"an adapter of type {type(config).__name__} may be another at each token"
+    if setting == "auto" and (random := draws_random_numbers(model)) is not None:
+        return f"with {random} each has other random numbers (share_prompts=on has the same for all completions of a prompt)"
     return None
 
 

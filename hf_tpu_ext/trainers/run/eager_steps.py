@@ -136,12 +136,10 @@ class EagerSteps(TrainerCallback):
 
     # ---- A step ----
 
-    def run(
-        self, model, inputs, num_items_in_batch, numbers: dict[str, Any], sync_gradients: bool, step: Callable
-    ) -> torch.Tensor:
+    def run(self, model, inputs, num_items_in_batch, numbers: dict[str, Any], sync_gradients: bool) -> torch.Tensor:
         """
-        Run a micro-step by `step`, which is upstream's and is given the first arguments. `numbers` are on the host, and
-        `sync_gradients` says whether it is the last of an optimizer step. Returns the loss, on the device.
+        Run a micro-step, by upstream's own code. `numbers` are on the host, and `sync_gradients` says whether it is the last of an
+        optimizer step. Returns the loss, on the device.
         """
         trainer = self._trainer
         if trainer.generates:
@@ -150,7 +148,7 @@ class EagerSteps(TrainerCallback):
             inputs = SentBatch(trainer.send_batch(inputs)["batch"])
             self.data = self._backend.send(numbers)
         self._under_way = OPTIMIZER_STEP if sync_gradients else MICRO_STEP
-        loss = step(model, inputs, num_items_in_batch)
+        loss = trainer.forward_backward(model, inputs, num_items_in_batch)
         trainer.log_step_loss(loss, sync_gradients)
         if sync_gradients and not self._backend.splits_weights:
             # Split ones are exchanged in the backward pass, a layer at a time.

@@ -17,7 +17,7 @@ from transformers.trainer_utils import unwrap_peft_model
 from ... import __version__
 from ...callbacks.run_lines import RunFacts
 from ...data.padding_report import TokenWaste
-from ...formatting import count, dtype_name
+from ...formatting import count, dtype_name, format_bytes
 from ...quantization.bitsandbytes import find_config
 from ...quantization.packed_linear import count_parameters, names_of_packed
 from ..checks.datasets import named_datasets
@@ -53,7 +53,7 @@ class RunFactsMixin:
     def find_facts(self) -> RunFacts:
         """What the start of a run prints, as the trainer and its datasets are by now."""
         args, backend, compiled = self.args, self.backend, self.compiled
-        others = self.frozen.names | names_of_packed(self.model)
+        others = names_of_packed(self.model).union(*(frozen.names for frozen in self.frozen[:1]))
         dtypes = {
             dtype_name(parameter.dtype)
             for name, parameter in self.model.named_parameters()
@@ -65,7 +65,7 @@ class RunFactsMixin:
         compute = "bfloat16" if compiled.compute_dtype or args.bf16 else "float16" if args.fp16 else None
         precision = f"{'/'.join(sorted(dtypes))} weights" + (f", {compute} compute" if compute else "")
         lines = self.chips.lines(self.model, self.averaging.average is not None)
-        lines += [*self.frozen.lines(), *self.averaging.lines(self.state.max_steps)]
+        lines += [*self.describe_frozen(), *self.averaging.lines(self.state.max_steps)]
         lines += compiled.changes
         lines += self._few_rows()
         facts = RunFacts(precision, self._train_batch_size, [], None, lines)
@@ -93,6 +93,14 @@ class RunFactsMixin:
             facts.programs = len(facts.lengths) * (2 if args.gradient_accumulation_steps > 1 else 1)
             facts.programs *= 2 if self.some_without_images else 1
         return facts
+
+    def describe_frozen(self) -> list[str]:
+        """A line on the memory of frozen weights, if they take less."""
+        num_bytes = sum(frozen.num_bytes for frozen in self.frozen)
+        if not num_bytes:
+            return []
+        whole = format_bytes(2 * num_bytes)
+        return [f"frozen weights in bfloat16 (exact): {format_bytes(num_bytes)} of HBM instead of {whole}"]
 
     def _few_rows(self) -> list[str]:
         """A line where an optimizer step has more rows than there are. Trainers that generate repeat their prompts."""

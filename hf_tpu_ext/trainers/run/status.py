@@ -57,6 +57,11 @@ class StatusMixin(RunFactsMixin):
             )
         )
 
+    @property
+    def run_record(self) -> RunRecord | None:
+        """What keeps the record of the run, if it is kept."""
+        return next((each for each in self.callback_handler.callbacks if isinstance(each, RunRecord)), None)
+
     def phase(self, name: str) -> AbstractContextManager:
         """Context that is a phase of a step, by its name in the last log after `phase/`."""
         return nullcontext() if self.status is None else self.status.clock.phase(name)
@@ -148,14 +153,7 @@ class StatusMixin(RunFactsMixin):
                 reads = self.phase("read")
             with reads:
                 super()._maybe_log_save_evaluate(
-                    tr_loss,
-                    grad_norm,
-                    model,
-                    trial,
-                    epoch,
-                    ignore_keys_for_eval,
-                    start_time,
-                    learning_rate=learning_rate,
+                    tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate
                 )
 
     def _finalize_training(self, trial, num_train_samples, start_time):

@@ -108,15 +108,16 @@ class StepsMixin:
             self.backend.end_step()
             return loss
         if self.backend.static_shapes:
-            step = self._forward_backward if self.compiles_steps else self._step_of_upstream
             sync_gradients = self.accelerator.sync_gradients
-            return self.steps.run(model, inputs, num_items_in_batch, self.step_data(), sync_gradients, step)
+            return self.steps.run(model, inputs, num_items_in_batch, self.step_data(), sync_gradients)
         if self.status is not None and not self.generates:
             self.status.count(inputs)
         return super().training_step(model, inputs, num_items_in_batch)
 
-    def _forward_backward(self, model, inputs, num_items_in_batch) -> torch.Tensor:
-        """The first stage of a micro-step."""
+    def forward_backward(self, model, inputs, num_items_in_batch) -> torch.Tensor:
+        """The first stage of a micro-step: upstream's loss, which is returned, and its gradients."""
+        if not self.compiles_steps:
+            return self._step_of_upstream(model, inputs, num_items_in_batch)
         data = self.steps.data
         is_replayed = "rows_gathered" in data and self.steps.may_be_replayed
         cut = rows_gathered(self.accelerator, data["rows_gathered"]) if is_replayed else nullcontext()

@@ -41,6 +41,7 @@ class TrainingSteps(TrainerCallback):
         self._trainer, self._backend, self._programs = trainer, trainer.backend, trainer.programs
         self._layers, self._averaging = trainer.layers, trainer.averaging
         self._chips, self._copies, self._callbacks = trainer.chips, trainer.copies, trainer.callback_handler
+        self._log_loss, self._forward_backward = trainer.log_step_loss, trainer.forward_backward
         #: The model of the run.
         self._model: nn.Module | None = None
         #: The steps of the run under way, or `None` where their stages run one by one.
@@ -57,9 +58,8 @@ class TrainingSteps(TrainerCallback):
         self._updated_states: Sequence[Any] | None = None
         # The step whose stages run one by one, and which has not ended.
         self._under_way: str | None = None
-        self._forward_backward: Callable[..., torch.Tensor] | None = None
         # What compiles layers where steps are not compiled whole, but run by operators.
-        self._compiled_layers = CompiledLayers(trainer.backend)
+        self._compiled_layers = CompiledLayers(self._backend)
         # The optimizer of the run, and where code of the user's may run between the stages of a step, as it was when that was
         # looked at last.
         self._optimizer: torch.optim.Optimizer | None = None
@@ -114,7 +114,7 @@ class TrainingSteps(TrainerCallback):
 
     def end_run(self) -> None:
         """Leave the model as it was before the run. Callbacks are not told of the end of one that fails."""
-        self._under_way = self.compiled = self.grad_norm = self._forward_backward = None
+        self._under_way = self.compiled = self.grad_norm = None
         self._compiled_layers.end()
         if self.gradients is not None:
             for parameter in self._model.parameters():
@@ -125,19 +125,10 @@ class TrainingSteps(TrainerCallback):
 
     # ---- A step ----
 
-    def run(
-        self,
-        model,
-        inputs,
-        num_items_in_batch,
-        numbers: dict[str, Any],
-        sync_gradients: bool,
-        forward_backward: Callable,
-    ) -> torch.Tensor:
+    def run(self, model, inputs, num_items_in_batch, numbers: dict[str, Any], sync_gradients: bool) -> torch.Tensor:
         """
         Run a micro-step, all of it or its first stages. `numbers` are on the host, and `sync_gradients` says whether it is the last of an
-        optimizer step. `forward_backward` is called with the arguments of upstream's `training_step`, the tensors of which are on the
-        device. Returned is what upstream adds to the loss that it would log: 0 where [`LossLog`] keeps the loss.
+        optimizer step. Returned is what upstream adds to the loss that it would log: 0 where [`LossLog`] keeps the loss.
         """
         with self._copies.not_made():
             if self.gradients.are_shown:
@@ -146,11 +137,9 @@ class TrainingSteps(TrainerCallback):
             self.grad_norm = None
             numbers = {**numbers, "seed": self._trainer.seeds.next()}
             run = self._run_stages if self.compiled is None else self._run_program
-            return run(model, inputs, num_items_in_batch, numbers, sync_gradients, forward_backward)
+            return run(model, inputs, num_items_in_batch, numbers, sync_gradients)
 
-    def _run_program(
-        self, model, inputs, num_items_in_batch, numbers, sync_gradients, forward_backward
-    ) -> torch.Tensor:
+    def _run_program(self, model, inputs, num_items_in_batch, numbers, sync_gradients) -> torch.Tensor:
         if not model.training:
             # Upstream does so at each step.
             model.train()
@@ -163,7 +152,6 @@ class TrainingSteps(TrainerCallback):
         # Fewer at the end of an epoch; upstream divides some losses by it.
         numbers["accumulation"] = self._trainer.current_gradient_accumulation_steps
         data = self._trainer.send_batch(inputs, numbers)
-        self._forward_backward = forward_backward
         results = self.compiled(data, partial(self._end_program, sync_gradients), sync_gradients=sync_gradients)
         if sync_gradients:
             self.grad_norm = results["grad_norm"]
@@ -195,7 +183,7 @@ class TrainingSteps(TrainerCallback):
             return train_step(
                 self._forward_backward,
                 self.gradients,
-                self._trainer.log_step_loss,
+                self._log_loss,
                 self._trainer.clip_gradients,
                 self._optimizer.update if self.compiled.why_traced is None else self._optimizer.update_by_itself,
                 self._model,
@@ -206,18 +194,16 @@ class TrainingSteps(TrainerCallback):
 
     # ---- A step whose stages run one by one ----
 
-    def _run_stages(
-        self, model, inputs, num_items_in_batch, numbers, sync_gradients, forward_backward
-    ) -> torch.Tensor:
+    def _run_stages(self, model, inputs, num_items_in_batch, numbers, sync_gradients) -> torch.Tensor:
         """The stages up to the backward pass. The others are called by upstream's loop."""
         self._prepare_model()
         self._under_way = OPTIMIZER_STEP if sync_gradients else MICRO_STEP
         self.data, num_items_in_batch = self._backend.send(numbers), self._backend.send(num_items_in_batch)
         with self._random_numbers(self.data["seed"]), self.gradients.micro_step(sync_gradients):
-            loss = forward_backward(model, inputs, num_items_in_batch)
+            loss = self._forward_backward(model, inputs, num_items_in_batch)
         if not sync_gradients:
             self.gradients.show()
-        self._trainer.log_step_loss(loss, sync_gradients)
+        self._log_loss(loss, sync_gradients)
         return loss
 
     def _random_numbers(self, seed: torch.Tensor) -> AbstractContextManager:

@@ -112,7 +112,10 @@ class WatchMixin:
             "compute_loss_func": [self.compute_loss_func],
             "compute_metrics": [self.compute_metrics],
         }
-        own = {name: [code for code in codes if code is not None and _is_own(code)] for name, codes in given.items()}
+        own = {
+            name: [code for code in codes if code is not None and not is_known(_written(code).__module__)]
+            for name, codes in given.items()
+        }
         return {name: "; ".join(map(_describe_code, codes)) for name, codes in own.items() if codes}
 
     # ---- What a program depends on ----
@@ -150,10 +153,6 @@ class WatchMixin:
 def _written(code: Any) -> Any:
     """What has the name and the lines of some code: a function or a class."""
     return code if inspect.isroutine(code) or isinstance(code, type) else type(code)
-
-
-def _is_own(code: Any) -> bool:
-    return not is_known(_written(code).__module__)
 
 
 def _describe_code(code: Any) -> str:

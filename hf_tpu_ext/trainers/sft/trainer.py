@@ -16,7 +16,6 @@ from transformers import (
 from transformers.trainer_utils import unwrap_peft_model
 from trl import SFTConfig, SFTTrainer
 
-from ...callbacks.run_record import RunRecord
 from ...callbacks.samples import ShowSamples
 from ...data.packing import PackedCollator
 from ...errors import UserError
@@ -109,12 +108,11 @@ class TPUSFTTrainer(DistillationMixin, QuantizationMixin, TPUTrainerMixin, SFTTr
             max_new_tokens=ShowSamples.max_new_tokens, do_sample=False, pad_token_id=self._pad_token_id
         )
         text = TextGeneration(self, config)
-        callbacks = self.callback_handler.callbacks
-        records = [callback for callback in callbacks if isinstance(callback, RunRecord)]
-        keep = records[0].keep_samples if records else None
+        callbacks, record = self.callback_handler.callbacks, self.run_record
+        keep = None if record is None else record.keep_samples
         samples = ShowSamples(self._tokenizer, rows, lambda prompts: text.generate(prompts).token_ids, keep)
         # Before the end of the record, of which the report is made.
-        callbacks.insert(callbacks.index(records[0]) if records else len(callbacks), samples)
+        callbacks.insert(len(callbacks) if record is None else callbacks.index(record), samples)
 
     def _more_metrics(self) -> tuple[str, ...]:
         return KD_METRICS if distills(self.args) else ()
