@@ -262,15 +262,10 @@ class CompiledEvaluation:
     def _predicting_loop(self, dataloader, arguments: tuple) -> EvalLoopOutput:
         """Upstream's loop, whose predictions are read for many batches at once."""
         # Logits are cut down on the device, in the program that makes them, and not once more on the host.
-        instead: dict[str, Any] = {}
-        if self.predicted_text is None:
-            instead = {
-                "_preprocess_on_device": self.preprocess_logits_for_metrics,
-                "preprocess_logits_for_metrics": None,
-            }
-        replaying = nullcontext()
+        preprocess, made_ahead, replaying = self.preprocess_logits_for_metrics, None, nullcontext()
+        on_device, on_host = (preprocess, None) if self.predicted_text is None else (None, preprocess)
         if is_known(owner_of(type(self), "prediction_step").__module__):
-            instead["_made_ahead"] = made_ahead = deque()
+            made_ahead = deque()
             _, _, ignore_keys, _ = arguments
             model = self._wrap_model(self.model, training=False)
             replaying = self._evaluation_under_way()
@@ -282,7 +277,11 @@ class CompiledEvaluation:
             # Upstream asks the dataloader which batch is the last one and has fewer rows. It may have been asked for by now.
             self.gather_function = self.accelerator.gather_for_metrics if several else self._as_counted
         try:
-            with replaying, temporarily(self, **instead):
+            with (
+                replaying,
+                temporarily(self, _preprocess_on_device=on_device, preprocess_logits_for_metrics=on_host),
+                temporarily(self, _made_ahead=made_ahead),
+            ):
                 output = super().evaluation_loop(dataloader, *arguments)
         finally:
             self.gather_function = self.accelerator.gather_for_metrics

@@ -63,10 +63,9 @@ class MetricsMixin:
         mode = "train" if self.model.training else "eval"
         reads = DeferredReads(self.backend.device.type, "trl")
         appended_values = {name: defaultdict(partial(Appended, reads)) for name in self._metric_sums}
-        instead = {self._metrics_kept_in: appended_values, "_total_train_tokens": 0, "_defers_metrics": True}
-        if self.compute_loss_func is not None:
-            instead["compute_loss_func"] = partial(_without_mode, self.compute_loss_func)
-        with temporarily(self, **instead):
+        loss_func = None if self.compute_loss_func is None else partial(_without_mode, self.compute_loss_func)
+        kept = {self._metrics_kept_in: appended_values}
+        with temporarily(self, **kept, _total_train_tokens=0, _defers_metrics=True, compute_loss_func=loss_func):
             with reads:
                 yield
             self._add_metrics(mode, appended_values[mode], self._total_train_tokens)
