@@ -15,7 +15,7 @@ import hf_tpu_ext
 from hf_tpu_ext import TPUSFTConfig
 from hf_tpu_ext.report.record import RECORD_NAME, read_run
 from hf_tpu_ext.trainers import ExtensionArguments
-from hf_tpu_ext.trainers.run.facts import _changed_fields, _settings_of_adapter
+from hf_tpu_ext.trainers.run.status import _changed_fields, _settings_of_adapter
 from hf_tpu_ext.watch.compilations import TooManyRecompiles
 
 

@@ -18,7 +18,7 @@ from ...backends.processes import HostsDisagree
 from ...backends.random_state import read_random_state, set_random_state
 from ...redaction import redact
 from ..checkpoint.base_record import sample_of
-from .facts import find_versions
+from .status import find_versions
 
 
 # Rows of a dataset that are hashed: all, up to so many bytes in memory, and of a larger one as many from all over it.
