@@ -7,12 +7,7 @@ from ..backends.selection import choose_before_upstream
 choose_before_upstream()
 
 from ..callbacks.preemption import TrainingPreempted  # noqa: E402
-from .configs import (  # noqa: E402
-    ExtensionArguments,
-    TPUSeq2SeqTrainingArguments,
-    TPUSFTConfig,
-    TPUTrainingArguments,
-)
+from .configs import ExtensionArguments, TPUSeq2SeqTrainingArguments, TPUSFTConfig, TPUTrainingArguments  # noqa: E402
 from .mixin import TPUTrainerMixin  # noqa: E402
 from .online.distillation import TPUDistillationConfig, TPUDistillationTrainer  # noqa: E402
 from .online.grpo import TPUGRPOConfig, TPUGRPOTrainer  # noqa: E402

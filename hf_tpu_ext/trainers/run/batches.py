@@ -288,11 +288,7 @@ class BatchesMixin(ImagesMixin):
         return not self._reads_texts and key not in keys_of_a_step(type(self))
 
     def _send_rows(
-        self,
-        batch: dict[Hashable, Any],
-        rows: int,
-        numbers: Mapping[str, Any] | None = None,
-        whole: bool = False,
+        self, batch: dict[Hashable, Any], rows: int, numbers: Mapping[str, Any] | None = None, whole: bool = False
     ) -> dict[str, dict[Hashable, Any]]:
         """
         Send a batch of a declared shape, with its rows split over the chips, or with all of them to every chip. Tensors among

@@ -15,14 +15,7 @@ from transformers.utils import logging
 
 from ...errors import UserError
 from ...layers.frozen_weights import find_plain_linear
-from ...layers.layer_list import (
-    Pattern,
-    find_layers,
-    find_patterns,
-    why_layer_differs,
-    why_layers_differ,
-    why_no_loop,
-)
+from ...layers.layer_list import Pattern, find_layers, find_patterns, why_layer_differs, why_layers_differ, why_no_loop
 from ...layers.layer_scan import LayerStack
 from ...layers.layer_trace import LayerTraces
 from ...quantization.packed_linear import unpacked_once
