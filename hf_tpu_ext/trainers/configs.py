@@ -20,6 +20,37 @@ from ..sharding import parse_mesh
 #: What is said of `deepspeed`.
 NO_DEEPSPEED = "deepspeed does not run on XLA. Leave it out of the recipe; mesh='fsdp' shards the weights."
 
+# By field: its least value, and what is said of one below.
+_LEAST = {
+    "max_recompiles": (0, "is negative. Set it to 0 to allow none, or leave it out to allow any number."),
+    "generation_max_new_tokens": (
+        1,
+        "is not positive. Give the number of tokens to write at most, for example generation_max_new_tokens=128.",
+    ),
+    "image_tokens": (
+        1,
+        "is not positive. Give the image tokens of a row at most, for example image_tokens=256, or leave it out.",
+    ),
+    "max_prompt_length": (
+        1,
+        "is not positive. Set it to the longest prompt in tokens, for example max_prompt_length=256, or leave it out.",
+    ),
+    "show_samples": (
+        0,
+        "is negative. Set it to the number of prompts to generate from, for example show_samples=4, or leave it out for none.",
+    ),
+    "kd_top_k": (
+        1,
+        "is not at least 1. Set it to 1 or more, for example kd_top_k=128, or leave it out for all tokens.",
+    ),
+    "qat_group_size": (2, "is not at least 2. 32 and 128 are usual: set qat_group_size=32, for example."),
+    "qat_fake_quant_after_n_steps": (
+        0,
+        "is negative. Set it to the number of steps before the first that rounds, for example qat_fake_quant_after_n_steps=100, or "
+        "leave it out to round from the start.",
+    ),
+}
+
 
 def describe_fields(cls: type) -> type:
     """Add the fields that a config defines itself to its docstring, in the words that `--help` has for them."""
@@ -171,10 +202,9 @@ class ExtensionArguments:
             parse_mesh(self.mesh)
         if isinstance(self.length_buckets, int):
             self.length_buckets = [self.length_buckets]
-        if self.max_recompiles is not None and self.max_recompiles < 0:
-            raise UserError(
-                f"max_recompiles={self.max_recompiles} is negative. Set it to 0 to allow none, or leave it out to allow any number."
-            )
+        for name, (least, says) in _LEAST.items():
+            if (value := vars(self).get(name)) is not None and value < least:
+                raise UserError(f"{name}={value} {says}")
         self._check_average()
         if isinstance(self.compile_cache_dir, bool):
             # YAML reads an unquoted off as false.
@@ -197,16 +227,19 @@ class ExtensionArguments:
 
     def _check_average(self) -> None:
         if self.ema_decay is None:
-            if names := [name for name in ("ema_warmup", "ema_eval") if vars(self)[name]]:
-                raise UserError(
-                    f"{names[0]}=True has no effect without an average of the weights. Set ema_decay, for example "
-                    f"ema_decay=0.999, or leave {names[0]} out."
-                )
+            self.check_left_out("ema_", "an average of the weights. Set ema_decay, for example ema_decay=0.999")
         elif not 0 < self.ema_decay < 1:
             raise UserError(
                 f"ema_decay={self.ema_decay} is not above 0 and below 1. Set it to 0.999 to average over about 1,000 steps, to "
                 "0.99 for about 100, or leave it out for no average."
             )
+
+    def check_left_out(self, prefix: str, needs: str) -> None:
+        """Refuse (`ValueError`) fields with a prefix that say nothing without what they need, a clause, which was left out."""
+        for field_ in fields(self):
+            value = vars(self)[field_.name]
+            if field_.name.startswith(prefix) and value != field_.default:
+                raise UserError(f"{field_.name}={value!r} has no effect without {needs}, or leave {field_.name} out.")
 
 
 @describe_fields
@@ -227,17 +260,9 @@ class PredictedTextArguments:
     )
 
     def __post_init__(self):
-        if self.generation_max_new_tokens < 1:
-            raise UserError(
-                f"generation_max_new_tokens={self.generation_max_new_tokens} is not positive. Give the number of tokens to write at "
-                "most, for example generation_max_new_tokens=128."
-            )
-        if not self.predict_with_generate and self.generation_max_new_tokens != type(self).generation_max_new_tokens:
-            raise UserError(
-                f"generation_max_new_tokens={self.generation_max_new_tokens} has no effect without text to predict. Set "
-                "predict_with_generate=True, or leave it out."
-            )
         super().__post_init__()
+        if not self.predict_with_generate:
+            self.check_left_out("generation_max_new_tokens", "text to predict. Set predict_with_generate=True")
 
 
 @describe_fields
@@ -252,14 +277,6 @@ class ImageArguments:
             "Default: what the row with the most images may have, at most max_length."
         },
     )
-
-    def __post_init__(self):
-        if self.image_tokens is not None and self.image_tokens < 1:
-            raise UserError(
-                f"image_tokens={self.image_tokens} is not positive. Give the image tokens of a row at most, for example "
-                "image_tokens=256, or leave it out."
-            )
-        super().__post_init__()
 
 
 @dataclass
@@ -363,12 +380,8 @@ class TPUSFTConfig(ImageArguments, PredictedTextArguments, ExtensionArguments, S
 
     def __post_init__(self):
         self._check_distillation()
-        self._check_quantization()
-        if self.show_samples < 0:
-            raise UserError(
-                f"show_samples={self.show_samples} is negative. Set it to the number of prompts to generate from, for example "
-                "show_samples=4, or leave it out for none."
-            )
+        if self.qat_weight_dtype is None:
+            self.check_left_out("qat_", "qat_weight_dtype. Set that as well, for example qat_weight_dtype='int4'")
         super().__post_init__()
 
     def _check_distillation(self) -> None:
@@ -381,50 +394,18 @@ class TPUSFTConfig(ImageArguments, PredictedTextArguments, ExtensionArguments, S
             raise UserError(
                 f"kd_temperature={self.kd_temperature} is not above 0. 1 to 2 are usual: set kd_temperature=1.0, for example."
             )
-        if self.kd_top_k is not None and self.kd_top_k < 1:
-            raise UserError(
-                f"kd_top_k={self.kd_top_k} is not at least 1. Set it to 1 or more, for example kd_top_k=128, or leave it out for all "
-                "tokens."
-            )
         if not 0 < self.kd_beta < 1:
             raise UserError(
                 f"kd_beta={self.kd_beta} is not above 0 and below 1. Set it to a number in between, for example kd_beta=0.5. At the "
                 "ends jsd is another loss: leave kd_beta out and set kd_loss='forward_kl' or kd_loss='reverse_kl'."
             )
         if self.kd_teacher is None and self.kd_cache is None:
-            if changed_field := self._changed_field("kd_"):
-                raise UserError(
-                    f"{changed_field}={vars(self)[changed_field]!r} has no effect without a teacher. Set kd_teacher=MODEL or "
-                    "kd_cache=DIRECTORY, or leave it out."
-                )
+            self.check_left_out("kd_", "a teacher. Set kd_teacher=MODEL or kd_cache=DIRECTORY")
             return
         if self.loss_type != "nll" or self.label_smoothing_factor:
             raise UserError(
                 "Distillation mixes the teacher's loss with plain cross-entropy. Leave loss_type and "
                 "label_smoothing_factor out."
-            )
-
-    def _changed_field(self, prefix: str) -> str | None:
-        """The first field with a prefix that is another than its default."""
-        of_prefix = (field_ for field_ in fields(self) if field_.name.startswith(prefix))
-        return next((field_.name for field_ in of_prefix if vars(self)[field_.name] != field_.default), None)
-
-    def _check_quantization(self) -> None:
-        if self.qat_weight_dtype is None:
-            if changed_field := self._changed_field("qat_"):
-                raise UserError(
-                    f"{changed_field}={vars(self)[changed_field]!r} has no effect without qat_weight_dtype. Set that as well, for example "
-                    f"qat_weight_dtype='int4', or leave {changed_field} out."
-                )
-            return
-        if self.qat_group_size < 2:
-            raise UserError(
-                f"qat_group_size={self.qat_group_size} is not at least 2. 32 and 128 are usual: set qat_group_size=32, for example."
-            )
-        if self.qat_fake_quant_after_n_steps is not None and self.qat_fake_quant_after_n_steps < 0:
-            raise UserError(
-                f"qat_fake_quant_after_n_steps={self.qat_fake_quant_after_n_steps} is negative. Set it to the number of steps "
-                "before the first that rounds, for example qat_fake_quant_after_n_steps=100, or leave it out to round from the start."
             )
 
 

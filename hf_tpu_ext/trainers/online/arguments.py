@@ -24,14 +24,6 @@ class RolloutArguments(ExtensionArguments):
         },
     )
 
-    def __post_init__(self):
-        if self.max_prompt_length is not None and self.max_prompt_length < 1:
-            raise UserError(
-                f"max_prompt_length={self.max_prompt_length} is not positive. Set it to the longest prompt in tokens, for "
-                "example max_prompt_length=256, or leave it out."
-            )
-        super().__post_init__()
-
 
 @dataclass
 class RewardedArguments(RolloutArguments):
