@@ -37,7 +37,7 @@ def run(argv: list[str]) -> int:
         return status
 
     from ..callbacks.run_lines import describe_cache_use
-    from ..trainers.run.warm_up import WarmedUp, WarmUpMixin
+    from ..trainers.run.every_length import WarmedUp, WarmUpMixin
 
     with tempfile.TemporaryDirectory() as directory:
         try:

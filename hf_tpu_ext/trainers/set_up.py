@@ -52,11 +52,10 @@ from .run.hosts import HostAgreement, check_same_settings
 from .run.layers import LayerScan
 from .run.lengths import longest_kept, row_lengths
 from .run.predictions import check_predicted_text
-from .run.programs import TrainerPrograms
+from .run.programs import TrainerPrograms, WeightCopies
 from .run.text import ModelGenerate, TextGeneration
 from .run.training_steps import TrainingSteps
 from .run.user_code import owner_of
-from .run.weight_copies import WeightCopies
 
 
 # The name of its loggers begins so.

@@ -1,17 +1,20 @@
-"""Functions of a trainer that run as compiled programs, and what guards these."""
+"""Functions of a trainer that run as compiled programs, what guards these, and copies of the weights that they write."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
+from ...backends.base import Backend
 from ...backends.compiled_function import CompiledFunction
 from ...step.fingerprint import Fingerprint, Reach
+from ...temporarily import temporarily
 from .user_code import (
     HOOKS_OF_ALL_MODULES,
     METHODS_OF_A_STEP,
@@ -23,6 +26,8 @@ from .user_code import (
 
 
 logger = logging.get_logger(__name__)
+
+_NEVER_COPIES = ("hf_tpu_ext.", "transformers.")
 
 
 class SentBatch(dict):
@@ -164,3 +169,42 @@ def reach_of_trainer(trainer, models: Sequence[nn.Module], methods: tuple[str, .
         hooks = ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
         attributes["optimizer"] = trainer.plain_optimizer, hooks
     return Reach(roots, attributes, namespaces_of_a_step(trainer, models))
+
+
+class WeightCopies:
+    """Lets user code copy weights as on an eager device, where steps give their buffers to compiled programs."""
+
+    def __init__(self, backend: Backend):
+        self._backend = backend
+        #: Entered during runs with code of the user's between steps, where programs are compiled.
+        self.context = backend.programs.real_copies() if backend.traces_steps else None
+        #: Makes a context of code that runs thousands of operators and keeps nothing.
+        self.not_made: Callable[[], AbstractContextManager] = nullcontext
+
+    @contextmanager
+    def real(self, objects: Iterable[object], functions: Iterable[Callable | None]) -> Iterator[None]:
+        """
+        Context of a run, in which methods of `objects` and `functions` are called. Copies of device tensors that are made in it,
+        outside of steps, have memory of their own.
+        """
+        # Each call of an operator takes longer in it. Trackers and progress bars copy no weights.
+        never = all(type(each).__module__.startswith(_NEVER_COPIES) for each in objects) and all(
+            function is None for function in functions
+        )
+        if self.context is None or never:
+            yield
+            return
+        with temporarily(self, not_made=self.context.suspend), self.context:
+            yield
+
+    def separate(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Give copies of weights and moments that were made before this run memory of their own."""
+        if self.context is None:
+            return
+        moments = [value for state in optimizer.state.values() for value in state.values()]
+        tensors = [*model.parameters(), *model.buffers(), *moments]
+        device = self._backend.device.type
+        self._backend.programs.separate_copies(
+            [value for value in tensors if isinstance(value, Tensor) and value.device.type == device]
+        )
+        self.context.has_aliases = True
