@@ -295,7 +295,7 @@ class TPUTrainerMixin(
             self.layers.end()
             self.steps.end_run()
             self.programs.of_run.clear()
-            # Of a run that failed, no log has shown them.
+            # No log has shown what a run that failed left here.
             self.loss_log.drop()
             self.drop_metrics("train")
             self.drop_metrics("eval")

@@ -135,7 +135,7 @@ class SetUpMixin:
         check_model_names(arguments.arguments)
         check_architecture(args, arguments.arguments)
         arguments.arguments["args"] = self.compiled.args
-        # By name, of an optimizer that is given. Otherwise nothing holds on to what they are on the host.
+        # The parameters on the host, by name, where an optimizer is given that has them. Otherwise nothing holds on to them.
         self._parameters_before: dict[str, nn.Parameter] = {}
         # The models that are on the device.
         self._models_on_device: WeakSet[nn.Module] = WeakSet()
@@ -375,7 +375,7 @@ def bind_device(args: TrainingArguments, backend: Backend) -> None:
             # Accelerate names the device by the process's number on its machine, and each of these has but the first.
             vars(args.distributed_state)["wait_for_everyone"] = torch.distributed.barrier
         else:
-            # Of hosts one logs and saves. There are not several to divide batches between: each has the batch of all chips.
+            # One host logs and saves. Batches are not divided between hosts: each has the batch of all chips.
             args.distributed_state.process_index = args.distributed_state.local_process_index = backend.processes.index
         args._n_gpu = 0
         # `TrainingArguments.device` is a cached property of this name.

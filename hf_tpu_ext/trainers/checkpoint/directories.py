@@ -71,7 +71,7 @@ def set_aside(
     directories = {int(path.name.rpartition("-")[2]): path for path in _named_as_checkpoints(run_dir)}
     last = -1
     if resumed_from is not None:
-        # Through links: a checkpoint may be on another disk.
+        # Links are followed: a checkpoint may be on another disk.
         last = next((step for step, path in directories.items() if path.exists() and path.samefile(resumed_from)), -1)
     others = [path for step, path in sorted(directories.items()) if step > last]
     names = [path.name for path in others]
@@ -145,7 +145,7 @@ def _own(run_dir: str | Path, newest: Path) -> list[Path]:
 
 def _delete(checkpoints: list[Path]) -> None:
     for path in checkpoints:
-        # Renamed first: half a checkpoint never has the name of one.
+        # It is renamed first: half a checkpoint never has the name of one.
         os.rename(path, temporary_dir(path))
         shutil.rmtree(temporary_dir(path))
 

@@ -206,7 +206,7 @@ class ResumptionMixin:
             return
 
         def place(model: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *_) -> None:
-            # Copied from the host, a weight would be whole on every chip first.
+            # PyTorch would copy the whole weight from the host to every chip first.
             for name, parameter in model.named_parameters(remove_duplicate=False):
                 value = state_dict.get(prefix + name)
                 if value is not None and value.device.type == "cpu" and value.shape == parameter.shape:
@@ -220,7 +220,7 @@ class ResumptionMixin:
             hook.remove()
         for module in self.model.modules():
             for name, buffer in module._buffers.items():
-                # One that the model has put in the place of its own.
+                # The model has put another buffer in the place of its own.
                 if buffer is not None and buffer.device.type != self.backend.device.type:
                     module._buffers[name] = self.backend.send(buffer)
         # PEFT turns adapters that TRL has made bfloat16 into float32.

@@ -56,7 +56,7 @@ def lock(path: Path, what: str | None = None, fix: str = "") -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, process = _lock(path, what, fix), os.getpid()
     _descriptors.add(descriptor)
-    # For the message of another run. A full disk is no reason not to begin.
+    # The message of another run shows this. A full disk is no reason not to begin.
     with suppress(OSError):
         os.ftruncate(descriptor, 0)
         since = datetime.now(UTC).isoformat(sep=" ", timespec="seconds")

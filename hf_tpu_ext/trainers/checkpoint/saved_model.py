@@ -29,7 +29,7 @@ EMA_FILE = "ema.safetensors"
 UPDATES = "updates"
 # Upstream does not push `_*` to the Hub.
 _TEMPORARY = "_tmp-model"
-# Of these upstream's code loads what it finds first, so one that an earlier save left would be taken for the new one's.
+# Upstream's code loads the first of these that it finds, so it would take one that an earlier save left for the new one.
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 # What a run with an adapter leaves.
 _OF_ADAPTER = (ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME, BASE_FILE)
@@ -46,7 +46,7 @@ def whole_model(directory: Path) -> Iterator[Path]:
     partial = directory / _TEMPORARY
     with lock(directory / f"{_TEMPORARY}.lock"):
         if partial.exists():
-            # Left behind by a process that was killed.
+            # A process that was killed has left it.
             shutil.rmtree(partial)
         try:
             partial.mkdir(parents=True)
@@ -87,7 +87,7 @@ def _move(source: Path, directory: Path) -> None:
         )
     average = directory / EMA_FILE
     if EMA_FILE not in names and average.is_file() and _is_average(average):
-        # Of an earlier model.
+        # It is of an earlier model.
         average.unlink()
     sync_directory(directory)
 

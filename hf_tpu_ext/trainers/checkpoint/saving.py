@@ -35,7 +35,7 @@ from .verification import find_damage, seal
 
 logger = logging.get_logger(__name__)
 
-# Of models that were trained with this package.
+# The tag of models that were trained with this package.
 _TAG = "hf_tpu_ext"
 
 #: What an evaluation of upstream's trainer gives.
@@ -79,7 +79,7 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
             metrics is None
             or self.compute_metrics is not None
             or self.args.eval_strategy == IntervalStrategy.NO
-            # One of the caller's may add to the metrics.
+            # A callback of the caller's may add to the metrics.
             or not all(is_known(type(callback).__module__) for callback in self.callback_handler.callbacks)
         ):
             return
@@ -98,7 +98,7 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
 
     def _determine_best_metric(self, metrics, trial) -> bool:
         self._check_best_metric_among(metrics)
-        # Some are of a host's own clock, or of code that draws random numbers.
+        # Some metrics are of a host's own clock, or of code that draws random numbers.
         metrics = self.backend.processes.of_first("the metrics of an evaluation", metrics)
         return super()._determine_best_metric(metrics, trial)
 
@@ -165,7 +165,7 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
             # Upstream looks for the best beside the one that it writes.
             if self.state.best_global_step:
                 best = checkpoint.with_name(f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
-                # On the disk of the first host there may be what others do not see.
+                # The disk of the first host may have what others do not see.
                 processes = self.backend.processes
                 is_there = processes.index == 0 and (best == checkpoint or best.exists())
                 if processes.of_first("the best checkpoint", is_there):

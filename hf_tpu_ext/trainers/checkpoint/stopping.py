@@ -27,7 +27,7 @@ class StoppingMixin:
         if not self.stops_when_told:
             return nullcontext()
         if (upstreams := self.pop_callback(JITCheckpointCallback)) is not None:
-            # It puts back the handler of signals that it has replaced, which a second signal is for. Left where it is, it would
+            # It puts back the handler of signals that it has replaced, which a second signal is for. If it stayed, it would
             # run between the backward pass and the update of each step.
             upstreams.on_train_end(self.args, self.state, self.control)
         return self.preemption.listen()

@@ -96,7 +96,7 @@ def _check_roles(dataset: datasets.Dataset, column: str, name: str) -> None:
         close = difflib.get_close_matches(role or "", _ROLES, n=1, cutoff=0.8)
         if not close or role == close[0]:
             continue
-        # Of the whole table: a selection of its rows may be without.
+        # The role is one of the whole table: a selection of its rows may not have it.
         for row, messages in enumerate(dataset[column]):
             if any(message["role"] == role for message in messages):
                 raise UserError(f"Row {row} of {name} has a message of the role {role!r}. Did you mean {close[0]!r}?")
@@ -113,7 +113,7 @@ def _check_no_nulls(dataset: datasets.Dataset, columns: set[str], name: str, tex
         (text_field,),
     )
     for column in (*own_columns, *({"labels"} & columns)):
-        # Of the whole table, without a look at its values: a selection of its rows may be without.
+        # Counted in the whole table, without a look at its values: a selection of its rows may have none.
         if not _nulls(dataset.data.column(column)):
             continue
         values = dataset.with_format("arrow", columns=[column])[:][column]

@@ -350,7 +350,7 @@ WITHOUT_EFFECT = (
     ),
 )
 
-#: Of upstream's fields.
+#: The rows of upstream's fields.
 FIELDS: tuple[Row, ...] = WORK + REFUSED_ANYWHERE + REFUSED_ON_XLA + REPLACED + WITHOUT_EFFECT
 
 
@@ -369,7 +369,7 @@ def adapt(
         `ValueError`: A value is refused. The message says what to set instead.
     """
     args = copy.copy(args)
-    # Of their values, upstream's trainers change these in place.
+    # Upstream's trainers change the values of these in place.
     args.accelerator_config = copy.copy(args.accelerator_config)
     for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs", "model_init_kwargs"):
         if isinstance(vars(args).get(name), dict):

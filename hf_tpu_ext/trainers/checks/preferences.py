@@ -144,7 +144,7 @@ def _why_labels_are_apart(dataset: datasets.Dataset, args) -> list[str]:
 def _check_rows_are_left(dataset, prepared_dataset, name: str, args, prepare: Callable, processing_class) -> None:
     rows = len(dataset)
     if "label" in prepared_dataset.column_names and "label" not in dataset.column_names:
-        # Of a pair, each completion is a row.
+        # Each completion of a pair is a row of its own.
         rows *= 2
     left_out = rows - len(prepared_dataset)
     if not left_out:

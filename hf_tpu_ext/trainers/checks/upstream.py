@@ -34,9 +34,9 @@ _GENERATE = {
     "SDPOTrainer",
     "XPOTrainer",
 }
-# Those that this package has one in the place of.
+# Trainers of TRL that a trainer of this package stands in for.
 _REPLACED = {"DistillationTrainer", "GRPOTrainer", "RLOOTrainer"}
-# Those that have a collator for images.
+# Trainers of TRL that have a collator for images.
 _TAKE_IMAGES = {"DPOTrainer", "KTOTrainer", "SFTTrainer"}
 _TAKE_PREFERENCES = {"DPOTrainer", "KTOTrainer", "RewardTrainer"}
 

@@ -61,7 +61,7 @@ class RewardedArguments(RolloutArguments):
         if generation_rows is not None:
             self.generation_batch_size, self.steps_per_generation = generation_rows, max(1, generation_rows // rows)
 
-    # Of the arguments that are being made.
+    # What `world_size` is while upstream makes the arguments.
     _processes = None
 
     @property

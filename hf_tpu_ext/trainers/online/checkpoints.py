@@ -30,7 +30,7 @@ class RolloutCheckpoints:
     epoch it also takes the prompts in the order of the first epoch.
     """
 
-    # Of the run under way.
+    # The sampler of the run under way.
     _train_sampler: Sampler | None = None
 
     def _get_train_sampler(self, *args, **kwargs) -> Sampler | None:
@@ -69,7 +69,7 @@ class RolloutCheckpoints:
             if self.backend.static_shapes:
                 batch = self._pad_batch(batch, self.lengths[-1])
             elif self._is_vlm:
-                # Of images each process has another number of rows. A run that is resumed generates anew.
+                # Each process has another number of rows of images, so a run that is resumed generates anew.
                 return {}
             else:
                 batch, gather = self._pad_as_others(batch), self.accelerator.gather

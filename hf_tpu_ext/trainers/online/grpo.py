@@ -61,9 +61,9 @@ class TPUGRPOTrainer(RewardedMixin, SyncedReferenceMixin, TPUTrainerMixin, GRPOT
     # With `use_adaptive_entropy` upstream reads the entropy of an optimizer step and decides on the coefficient of the next one. Here it
     # is summed on the device, and read once when the step has ended: the one setting with which a training step is read.
 
-    # Of the optimizer step under way, where the coefficient follows them.
+    # Sums of the optimizer step under way, where the coefficient follows the entropy.
     _entropy_sums: DeviceSums | None = None
-    # Of the loss under way: entropies of the tokens, and which of them upstream trains on.
+    # What the loss under way has computed: entropies of the tokens, and which of them upstream trains on.
     _entropies: Tensor | None = None
     _high_entropy: Tensor | None = None
 
@@ -95,7 +95,7 @@ class TPUGRPOTrainer(RewardedMixin, SyncedReferenceMixin, TPUTrainerMixin, GRPOT
         if not (self._entropy_bonus_enabled and self.backend.static_shapes):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         data = self.steps.data if self.model.training else self.data_of_evaluation()
-        # To upstream it is a number that stays.
+        # Upstream takes the coefficient for a number that stays.
         with temporarily(self, entropy_coef=data[_COEF], use_adaptive_entropy=False):
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._entropy_sums is not None:

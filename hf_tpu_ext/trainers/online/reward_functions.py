@@ -16,7 +16,7 @@ from ...errors import UserError
 from ...formatting import format_value
 
 
-# Of what one row of a batch has a value of its own.
+# Arguments of a reward function that have a value for each row of a batch.
 _OF_ROWS = ("prompts", "completions", "completion_ids")
 
 

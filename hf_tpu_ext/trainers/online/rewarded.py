@@ -273,7 +273,7 @@ class RewardedMixin(RolloutMixin):
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
         if entropies.device.type in ("cpu", "cuda"):
-            # By where they are: upstream's works on an object that is no trainer yet.
+            # The tensors tell where this runs: upstream calls it on an object that is no trainer yet.
             return super().get_high_entropy_mask(entropies, mask, threshold)
         is_token, gather = mask.bool(), self.backend.processes.gather
         quantile = quantile_of_chosen(gather(entropies.float()), gather(mask).bool(), threshold)

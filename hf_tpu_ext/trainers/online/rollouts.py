@@ -208,7 +208,7 @@ class RolloutMixin(RolloutCheckpoints):
         self.check_ranges(batch)
         columns = batch["prompt_ids"].shape[1] + batch["completion_ids"].shape[1]
         by_length = self.by_length.data(columns)
-        # As long for all processes.
+        # All processes need prompts of the same length.
         (width,) = self.backend.processes.most([self._width_of(batch)])
         batch = self._pad_batch(self._arrange_rows(batch), width)
         self._count_batch(batch)
@@ -219,7 +219,7 @@ class RolloutMixin(RolloutCheckpoints):
     def batch_shape(self) -> tuple[int, ...]:
         batch = self.batch_under_way
         if "prompt_ids" not in batch:
-            # Of a pass.
+            # This is a batch of a pass.
             return super().batch_shape
         rows, prompt = batch["prompt_ids"].shape
         return rows, prompt + batch["completion_ids"].shape[1]
@@ -236,7 +236,7 @@ class RolloutMixin(RolloutCheckpoints):
         with (
             temporarily(self.accelerator.state, **place),
             temporarily(self.args.distributed_state, **place),
-            # What `args.device` is.
+            # `args.device` reads this.
             temporarily(self.args, _setup_devices=place["device"]),
             checkpointing_left_on(type(self)),
         ):
@@ -262,7 +262,7 @@ class RolloutMixin(RolloutCheckpoints):
 
     def _pad_tokens(self, key: str, value: Tensor, length: int) -> Tensor:
         if value.ndim != 2 or value.shape[1] == 1 != length and not key.endswith(("_ids", "_mask", "logps")):
-            # One for each row, or for all of them.
+            # The value is one for each row, or one for all of them.
             return value
         missing = length - value.shape[1]
         fill = self._pad_token_id if key.endswith("_ids") else 0

@@ -86,7 +86,7 @@ class ReferenceLogProbsMixin:
         starts = range(0, len(dataset), rows * _BATCHES_OF_A_FILE)
         # The number of rows is in the name: a batch size that has changed cuts the data elsewhere.
         files = {start: directory / f"{start}-{min(start + starts.step, len(dataset))}.arrow" for start in starts}
-        # What one lacks, all compute.
+        # What one process lacks, all compute.
         absent = [start for start, path in files.items() if not path.is_file()]
         absent = self.backend.processes.exchange(f"reference log-probs of the {name} dataset", absent)
         missing = {
@@ -96,7 +96,7 @@ class ReferenceLogProbsMixin:
             self._write_missing(missing, dataset, name, rows)
         where = f"{'are kept' if missing else 'were found'} in {directory}"
         self.compiled.changes.append(f"reference log-probs of the {name} dataset {where}")
-        # In memory, a few bytes a row: beside files, `datasets` would put what it makes of the rows later.
+        # The tables are read into memory, a few bytes a row: `datasets` writes what it makes of rows beside the files of a table.
         tables = [pa.ipc.open_stream(path.read_bytes()).read_all() for path in files.values()]
         return concatenate_datasets([dataset, Dataset(pa.concat_tables(tables))], axis=1)
 
@@ -142,7 +142,7 @@ class ReferenceLogProbsMixin:
             bar.update(min(rows, len(part) - rows * (len(log_probs) - 1)))
         host_log_probs = self.backend.fetch(log_probs)
         columns = {
-            # What completed the last batch is at the end.
+            # The rows that completed the last batch are at the end.
             name: torch.cat(values)[: len(part)].float().numpy()
             for name, values in zip(self.reference_columns, zip(*host_log_probs, strict=True), strict=True)
             # KTO losses without a KL term have none.

@@ -76,11 +76,11 @@ class BatchesMixin(ImagesMixin):
     def _arrange_batches(self) -> None:
         self._shape_guards: dict[str, ShapeGuard] = {}
         self._last_batch_guards: dict[str, ShapeGuard] = {}
-        # Where the collator does not tell: by the first batch of a pass over data, which is full if any is.
+        # Found by the first batch of a pass over data, which is full if any is, where the collator does not tell.
         self._rows_of_example: dict[str, int] = {}
         # What a line was said about already.
         self._said: set[str] = set()
-        # Of a packed batch on the device, from when it is prepared until it is forgotten.
+        # The documents of a packed batch on the device, from when it is prepared until it is forgotten.
         self.segment_ids: torch.Tensor | None = None
 
     @property
@@ -90,7 +90,7 @@ class BatchesMixin(ImagesMixin):
         if isinstance(tokenizer, ProcessorMixin):
             tokenizer = tokenizer.tokenizer
         if tokenizer is None:
-            # By which models tell padding from tokens, where they do.
+            # Models tell padding from tokens by it, where they do.
             config = vars(unwrap_peft_model(self.model)).get("config")
             pad_token = vars(config).get("pad_token_id") if isinstance(config, PreTrainedConfig) else None
             return 0 if pad_token is None else pad_token
@@ -108,10 +108,10 @@ class BatchesMixin(ImagesMixin):
     def expect_batches(self, mode: str) -> None:
         """Begin a pass over data for `"train"` or `"eval"`, whose last batch may have fewer rows."""
         limit = max(1, len(self.lengths)) * (2 if self.some_without_images else 1)
-        # Of the model as it is at the first batch.
+        # The ranges of the model as it is at the first batch.
         self._ranges: IndexRanges | None = None
         self._rows_of_example.pop(mode, None)
-        # Whether code of the user's may, in this pass; asked where there are any.
+        # Whether code of the user's may look at texts in this pass; asked where a batch has some.
         self._reads_texts: bool | None = None
         self._shape_guards[mode] = ShapeGuard(limit, self.lengths, self._config_name)
         self._last_batch_guards[mode] = ShapeGuard(limit, self.lengths, self._config_name)
@@ -259,7 +259,7 @@ class BatchesMixin(ImagesMixin):
         # A collator of the caller's may yield more rows than it was given.
         batch, rows, num_rows = self.shape_batch(host_batch, inputs.rows_of_example if is_collated else None)
         if self.status is not None and self.model.training and "input_ids" in batch:
-            # With the columns that all processes have agreed on, by which these are added up.
+            # Batches are added up by the columns that all processes have agreed on.
             self.status.count(host_batch, batch["input_ids"].shape)
         if is_collated and "input_ids" in batch:
             # What was not padded before may be now, to the length of other processes.
@@ -304,7 +304,7 @@ class BatchesMixin(ImagesMixin):
         if not self.backend.static_shapes:
             return super()._prepare_inputs(inputs)
         if isinstance(inputs, PreparedBatch):
-            # By an override of `training_step` or `prediction_step` that has called this, and calls upstream's, which does.
+            # An override of `training_step` or `prediction_step` has called this, and calls upstream's method, which does, too.
             return inputs
         device_batch = inputs if isinstance(inputs, SentBatch) else self.send_batch(inputs)["batch"]
         if self.backend.manual_sharding.active:
@@ -327,7 +327,7 @@ class BatchesMixin(ImagesMixin):
             return super()._get_num_items_in_batch(batch_samples, device)
         has_labels = batch_samples and isinstance(labels := batch_samples[0].get("labels"), torch.Tensor)
         if has_labels and labels.device == device:
-            # Of an evaluation, whose batch is on its way. On the device the count is part of its program.
+            # It is a batch of an evaluation, and on its way. On the device the count is part of its program.
             with self.chips.gather_over_chips(self.accelerator):
                 return super()._get_num_items_in_batch(batch_samples, device)
         # Counted on the host: on the device the count would be part of the first micro-step's program only.

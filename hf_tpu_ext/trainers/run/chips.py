@@ -28,7 +28,7 @@ from ...temporarily import temporarily
 logger = logging.get_logger(__name__)
 
 
-# By the arguments of a trainer, the chips of its process. Not an attribute, which their copies, and what is saved, would have, too.
+# The chips of a trainer's process, by its arguments. As an attribute, copies of these and saved ones would have it, too.
 _chips_of = WeakIdKeyDictionary()
 
 
@@ -166,7 +166,7 @@ class Chips:
         if self.local_gradients is not None:
             gathers = {"gather_for_metrics": self.over_chips}
         elif self._backend.unknown_upstream and self._backend.processes.own_rows:
-            # On the device, and of all rows: upstream leaves values of a last batch out by their number.
+            # This gathers all rows, on the device: upstream leaves values of a last batch out by their number.
             gather = partial(recursively_apply, self._backend.processes.gather)
             gathers = {"gather_for_metrics": gather, "gather": gather, "reduce": self._reduce}
         return temporarily(accelerator, **gathers) if gathers else nullcontext()

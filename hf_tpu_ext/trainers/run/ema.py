@@ -53,7 +53,7 @@ class Averaging(TrainerCallback):
         self.average: WeightAverage | None = None
         if settings.ema_decay is not None:
             self.average = WeightAverage(settings.ema_decay, settings.ema_warmup)
-        # Those of single layers, also while these run as one loop.
+        # Names of the parameters of single layers, also while these run as one loop.
         self._names: dict[nn.Parameter, str] = {}
         self._optimizer: torch.optim.Optimizer | None = None
         self._hook = None
@@ -193,7 +193,7 @@ class Averaging(TrainerCallback):
                         f"{path} has no average of {absent[0]}, which this run trains. Train the same parameters as before, or "
                         "leave ema_decay out."
                     )
-                # In the memory of the file.
+                # These share the memory of the file.
                 values_of_parts = [file.get_tensor(name) for name in names_of_parts]
                 whole = values_of_parts[0] if parts is None else torch.stack(values_of_parts)
                 whole = whole.to(torch.promote_types(parameter.dtype, torch.float32))

@@ -29,7 +29,7 @@ from .user_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, computes_loss
 
 #: What the watch calls the program of a batch whose loss is added up, and of one whose predictions are kept.
 EVALUATION_STEP, PREDICTION_STEP = "evaluation step", "prediction step"
-# What computes both, which evaluations share.
+# The key of the compiled function that computes both, which evaluations share.
 _BATCHES = "the batches of evaluations"
 #: Predictions and batches that are held back until they are read together take no more than this.
 MOST_BYTES_HELD = 256 * 2**20
@@ -226,7 +226,7 @@ class CompiledEvaluation:
         losses, rows, loss = self.backend.processes.total(own)
         if losses:
             metrics[f"{metric_key_prefix}_loss"] = loss / rows if rows else math.nan
-        # As upstream asks: a loader of the user's need not have one.
+        # Upstream asks so, too: a loader of the user's need not have a dataset.
         dataset = getattr(dataloader, "dataset", None)
         if dataset is not None and has_length(dataset):
             num_samples = len(dataset)
@@ -291,7 +291,7 @@ class CompiledEvaluation:
     def _as_counted(self, value: Any) -> Any:
         """The loss, which upstream repeats for a full batch, as often as it counts."""
         times, self._loss_counts = self._loss_counts, None
-        # Of a batch, upstream gathers the loss first. Of all else the rows are there that there are.
+        # Upstream gathers the loss of a batch first. All else has the rows that the batch has.
         return value if times is None else value[:times]
 
 

@@ -24,7 +24,7 @@ from .status import find_versions
 # Rows of a dataset that are hashed: all, up to so many bytes in memory, and of a larger one as many from all over it.
 _MOST_BYTES = 2**30
 _BLOCKS = 64
-# Of [`~transformers.TrainerControl`]: what a callback may decide.
+# Fields of [`~transformers.TrainerControl`] that a callback may set.
 _DECISIONS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
@@ -76,7 +76,7 @@ class HostAgreement:
 
     def __init__(self, backend: Backend):
         self._backend = backend
-        # Of the trained model.
+        # The hash of the trained model.
         self._hash_of_weights = ""
         self._sent_first = False
 

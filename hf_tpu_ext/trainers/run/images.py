@@ -70,7 +70,7 @@ def images_of_rows(dataset) -> tuple[int, int] | None:
         return 1, 1
     if "images" not in dataset.column_names:
         return 0, 0
-    # Of the whole table: a selection of its rows may be without some.
+    # The counts are of the whole table: a selection of its rows may not have all of them.
     counts = pc.fill_null(pc.list_value_length(dataset.data.column("images")), 0)
     extremes = pc.min_max(counts)
     return extremes["min"].as_py(), extremes["max"].as_py()
@@ -81,7 +81,7 @@ class ImagesMixin:
 
     #: Whether some batches may have images and others none, which is another shape.
     some_without_images = False
-    #: Of a row, where all were looked at.
+    #: The most that a row has, where all rows were looked at.
     most_image_tokens: int | None = None
 
     def find_longest_row(self) -> None:
@@ -157,7 +157,7 @@ class ImagesMixin:
         Rows in the columns of a dataset with images: for each length that batches are padded to one with an image, and, where some may be
         without, one without.
         """
-        # It may be missing where there are no images.
+        # Pillow may not be installed where there are no images.
         from PIL import Image
 
         columns, tokenizer = dataset.column_names or next(iter(dataset)), self.processing_class.tokenizer
@@ -174,7 +174,7 @@ class ImagesMixin:
 
         rows = []
         for with_image in (True, False) if self.some_without_images else (True,):
-            # Tokens of the image and of the chat template.
+            # These are the tokens of the image and of the chat template.
             around = self.data_collator([make_row(with_image, "a")]).length
             for length in self.lengths:
                 if around <= length:

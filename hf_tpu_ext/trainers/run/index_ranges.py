@@ -114,7 +114,7 @@ class IndexRanges:
         """Note what is added to the embedding of a token."""
         for name in _POSITIONS:
             table = children.get(name)
-            # One with this method is made anew for longer rows.
+            # A table with this method is made anew for longer rows.
             grows = any("make_weight" in vars(cls) for cls in type(table).__mro__)
             if isinstance(table, nn.Embedding) and not grows:
                 # RoBERTa's positions come behind that of its padding, those of BART and OPT behind two that are unused.
@@ -181,7 +181,7 @@ class IndexRanges:
         if key == "labels" and self._counts_choices and "input_ids" in batch:
             size = batch["input_ids"].shape[1]
             return Table(size, "the label", f"a row has {size} choices", _MARK, ignores=True)
-        # Those of several sequences, as `chosen_input_ids`, and of a prompt and its completion.
+        # A batch may have token ids of several sequences, as `chosen_input_ids`, or of a prompt and its completion.
         return self._tables.get("input_ids") if key.endswith(_TOKENS) and key != "decoder_input_ids" else None
 
     def _check_positions(self, key: str, batch: Mapping[str, Any], counts_columns: bool) -> None:
@@ -213,7 +213,7 @@ class IndexRanges:
 
 
 def _check_values(key: str, values: Tensor, table: Table) -> None:
-    # In NumPy, which takes half as long as PyTorch: this is on the way of every batch.
+    # NumPy takes half as long as PyTorch, and this is on the way of every batch.
     values = values.numpy()
     if values.max() < table.size and values.min() >= 0:
         return

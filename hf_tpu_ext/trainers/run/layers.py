@@ -36,7 +36,7 @@ logger = logging.get_logger(__name__)
 
 #: Families whose layers were found to compute each token by itself, attention aside.
 VERIFIED = ("llama", "mistral", "phi3", "qwen2", "qwen3")
-# And each row of a batch by itself.
+# Families whose layers also compute each row of a batch by itself.
 _BY_ROWS = ("gemma2", "gemma3_text", *VERIFIED)
 # With fewer layers there is little to gain.
 _LEAST_LAYERS = 8

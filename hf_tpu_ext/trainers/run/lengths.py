@@ -38,7 +38,7 @@ def row_lengths(dataset, longest: int | None = None) -> list[int] | None:
     if not columns:
         return None
     table = dataset.with_format("arrow", columns=columns)[:]
-    # As a batch's, see `pad_columns`: a mask tells whether what is in a row are choices.
+    # A mask tells whether a row holds several choices, as in `pad_columns`.
     choices = "attention_mask" in dataset.column_names and _is_nested(dataset.data.schema.field("attention_mask").type)
     lengths = {name: _lengths_of(table[name], choices) for name in columns}
     prompts = lengths.pop("prompt_ids", None)

@@ -51,7 +51,7 @@ _LEFT_OUT: dict[str, Callable[[Any], Any]] = {
     "pad_to_multiple_of": lambda args: None,
     "steps_per_generation": lambda args: args.gradient_accumulation_steps,
 }
-# Of an adapter's config, what PEFT sets by itself.
+# Fields of an adapter's config that PEFT sets by itself.
 _OF_THE_MODEL = ("auto_mapping", "base_model_name_or_path", "peft_type", "peft_version", "task_type")
 _PACKAGES = ("torch", "torch_xla", "libtpu", "transformers", "trl", "accelerate", "peft", "datasets")
 
@@ -126,7 +126,7 @@ class StatusMixin:
             )
         window = self.loss_log.read(host_values["loss"])
         if self.model.training:
-            # Where a callback has left it in evaluation, upstream's next log shows them.
+            # Where a callback has left the model in evaluation mode, upstream's next log shows the metrics.
             self.take_metrics("train", host_values["metrics"])
         # One NaN would stay in upstream's own sum for good.
         self.reset_upstream_loss()
@@ -174,7 +174,7 @@ class StatusMixin:
         lines += self._few_rows()
         facts = RunFacts(precision, self._train_batch_size, [], None, lines)
         rows = self.train_dataset
-        # Those of a stream may not be known.
+        # The columns of a stream may not be known.
         columns = (rows.column_names or []) if isinstance(rows, (Dataset, IterableDataset)) else []
         facts.pairs = any(name.startswith("rejected") for name in columns)
         if backend.static_shapes and self.lengths:

@@ -129,7 +129,7 @@ class ModelGenerate:
         fetch_weights: Callable[[], dict[str, torch.Tensor]],
     ):
         self._backend, self._write, self._fetch_weights = backend, write, fetch_weights
-        # Of each configuration and prompt length: the programs and the rows that they are compiled for.
+        # By configuration and prompt lengths: the programs, and the rows that they are compiled for.
         self._texts: dict[tuple, tuple[TextGeneration, int]] = {}
         self._said: set[str] = set()
         plain = unwrap_peft_model(model)

@@ -323,7 +323,7 @@ class TrainingSteps(TrainerCallback):
         fails on XLA.
         """
         if self._compiled_layers.undo:
-            # By PyTorch's function: random numbers that follow from a seed are other code at each step.
+            # PyTorch's function does it: random numbers that follow from a seed would be other code at each step.
             checkpoint_as_upstream(self._model)
         else:
             rematerialize(self._model, self._trainer.compiled.rematerialization, self._backend)

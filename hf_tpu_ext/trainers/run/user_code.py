@@ -30,7 +30,7 @@ METHODS_OF_A_PREDICTION = ("prediction_step",)
 EVENTS_OF_A_STEP = ("on_pre_optimizer_step", "on_optimizer_step")
 #: Where a callback is called at every step, micro-step or batch, and layers cannot be handed out each time.
 EVENTS_AT_EVERY_STEP = ("on_step_begin", "on_step_end", "on_substep_end", "on_prediction_step", *EVENTS_OF_A_STEP)
-# Of whose callbacks it is known that they look at no layers.
+# Packages whose callbacks are known to look at no layers.
 _PACKAGES_OF_CALLBACKS = (_OURS, "transformers")
 # Of upstream's attributes: they change at every step, or are no part of what is computed. One that is missing here costs replay, and
 # no number. What a step writes itself is not left out unseen: the next step may read it.
@@ -136,7 +136,7 @@ def names_of_a_step(
     """
     reads: set[str] = set()
     names = list(methods)
-    # Those that upstream runs on the host, between programs, and all that only they read.
+    # Methods that upstream runs on the host, between programs, are left out, and so is what only they read.
     on_host = {name for owner in cls.__mro__ for name in vars(owner).get("methods_on_host", ())}
     while names:
         name = names.pop()

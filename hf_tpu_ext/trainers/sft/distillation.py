@@ -87,7 +87,7 @@ class DistillationMixin:
             )
         check_vocabulary(AutoTokenizer.from_pretrained(name), self._tokenizer, name)
         self._check_top_k(student)
-        # In bfloat16 compute as it is stored, usually half the size of the student's weights.
+        # With compute in bfloat16 it stays as it is stored, usually in half the size of the student's weights.
         in_full = self.compiled.compute_dtype is None and not self.args.bf16
         dtype = student.get_output_embeddings().weight.dtype if in_full else "auto"
         teacher = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
@@ -148,7 +148,7 @@ class DistillationMixin:
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self.teacher is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        # It may have been set since.
+        # The caller may have set a loss since.
         self._check_loss()
         mode = "train" if self.model.training else "eval"
         has_label = inputs["labels"][:, 1:].flatten() != -100
@@ -191,7 +191,7 @@ class DistillationMixin:
         num_tokens = has_label.sum() if num_items_in_batch is None else num_items_in_batch
         if isinstance(num_tokens, Tensor):
             num_tokens = num_tokens.clamp(min=1)
-        # Of all processes, as upstream counts them, whose gradients are averaged.
+        # Upstream counts the tokens of all processes, whose gradients are averaged.
         processes = self.backend.processes.row_shards
         shares = processes if num_items_in_batch is not None and self.args.average_tokens_across_devices else 1
         # Upstream's loss holds the cross-entropy in full.

@@ -125,7 +125,7 @@ class TPUSFTTrainer(DistillationMixin, QuantizationMixin, TPUTrainerMixin, SFTTr
         if self.padding_free:
             model = unwrap_peft_model(self.model)
             if (reason := why_not_packed(model)) is not None:
-                # Where it is left out, evaluation sets are packed as the training set is.
+                # Where eval_packing is left out, evaluation sets are packed as the training set is.
                 names = [name for name in ("packing", "eval_packing") if vars(self.args)[name]]
                 raise UserError(
                     f"{' and '.join(f'{name}=True' for name in names)} does not work with {type(model).__name__}: {reason}. Set "
@@ -139,7 +139,7 @@ class TPUSFTTrainer(DistillationMixin, QuantizationMixin, TPUTrainerMixin, SFTTr
     # ---- Loss and metrics ----
 
     def _why_loss_counts_tokens(self) -> None:
-        # It is a sum over the tokens with a label, whatever the model.
+        # SFT's loss is a sum over the tokens with a label, whatever the model.
         return None
 
     def _loss_sums_tokens(self, model) -> bool:
