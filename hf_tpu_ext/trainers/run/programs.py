@@ -102,12 +102,9 @@ class TrainerPrograms:
         `why_not` says so, and with `step_replay=False`; a line that says so is up to the caller.
 
         Args:
-            function (`Callable`):
-                What is compiled.
-            models (`Sequence[torch.nn.Module]`):
-                Models that it runs, the first of which is that of the run.
-            methods (`tuple[str, ...]`):
-                Methods of the trainer whose code runs in it.
+            function (`Callable`): What is compiled.
+            models (`Sequence[torch.nn.Module]`): Models that it runs, the first of which is that of the run.
+            methods (`tuple[str, ...]`): Methods of the trainer whose code runs in it.
             state (`Callable[[], list[torch.Tensor]]`, *optional*):
                 Lists what it reads and writes besides the models, always in the same order. By default nothing.
             why_not (`Callable[[], str | None]`, *optional*):
@@ -115,8 +112,7 @@ class TrainerPrograms:
                 [`~TrainerPrograms.why_traced`].
             settings (`Callable[[], dict[str, Any]]`, *optional*):
                 What else it depends on, by the names that people are shown; by default how the trainer computes.
-            training (`bool`, *optional*, defaults to `False`):
-                Whether it trains the model.
+            training (`bool`, *optional*, defaults to `False`): Whether it trains the model.
             on_change (`Callable[[], None]`, *optional*):
                 Called when something has changed that it depends on, before that is noted.
             warn (`Callable[[str], None]`, *optional*):
