@@ -56,10 +56,11 @@ class TPUGRPOTrainer(RewardedMixin, SyncedReferenceMixin, TPUTrainerMixin, GRPOT
         # As upstream's `generate`, without log-probabilities.
         return (outputs, None) if self.backend.static_shapes else outputs
 
-    # ---- The entropy bonus, whose coefficient is sent with each step, for it to change without another program ----
+    # ---- The entropy bonus ----
 
-    # With `use_adaptive_entropy` upstream reads the entropy of an optimizer step and decides on the coefficient of the next one. Here it
-    # is summed on the device, and read once when the step has ended: the one setting with which a training step is read.
+    # Its coefficient is sent with each step, for it to change without another program. With `use_adaptive_entropy` upstream reads the
+    # entropy of an optimizer step and decides on the coefficient of the next one. Here it is summed on the device, and read once when the
+    # step has ended: the one setting with which a training step is read.
 
     # Sums of the optimizer step under way, where the coefficient follows the entropy.
     _entropy_sums: DeviceSums | None = None
