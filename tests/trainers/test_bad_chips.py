@@ -123,7 +123,6 @@ def test_an_eager_device_says_that_chips_are_none_of_its_business(runs, where, c
 @pytest.mark.parametrize(
     ("fsdp", "fsdp_config", "words"),
     [
-        ("offload", None, ["Leave cpu_offload out, and set fsdp='full_shard'"]),
         ("full_shard offload", None, ["Leave cpu_offload out, and set fsdp='full_shard'"]),
         ("shard_grad_op", None, ["reshard_after_forward=False", "fsdp='full_shard'", "mesh='data=2,fsdp=4'"]),
         ("hybrid_shard", {"version": 1}, ["hybrid_shard", "fsdp='full_shard'", "mesh='data=2,fsdp=4'"]),

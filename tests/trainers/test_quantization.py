@@ -269,13 +269,6 @@ def test_a_group_size_that_does_not_divide(train):
         train(qat_group_size=32)
 
 
-def test_a_quantized_base(runs, train):
-    model = load(runs)
-    model.is_quantized = model._hf_peft_config_loaded = True
-    with pytest.raises(ValueError, match="Leave out load_in_4bit, load_in_8bit and quantization_config"):
-        train("cpu", model=model)
-
-
 def test_what_has_no_effect_is_said(train):
     lines = train(train=False, qat_adapters="beside").compiled.changes
     assert "qat_adapters='beside' has no effect: there are no adapters (use_peft: true)" in lines
