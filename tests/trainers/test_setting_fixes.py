@@ -64,7 +64,10 @@ LEAVE_OUT = "eave it out"
             ["for example qat_fake_quant_after_n_steps=100", LEAVE_OUT],
         ),
         (dict(generation_max_new_tokens=0), ["for example generation_max_new_tokens=128"]),
-        (dict(generation_max_new_tokens=64), ["Set predict_with_generate=True", LEAVE_OUT]),
+        (
+            dict(generation_max_new_tokens=64),
+            ["Set predict_with_generate=True", "leave generation_max_new_tokens out"],
+        ),
         (dict(backend="gpu"), ["Allowed: auto"]),
     ],
     ids=str,
@@ -88,11 +91,11 @@ OF_ROUNDING = dict(
 
 @pytest.mark.parametrize("name", [*OF_A_TEACHER, *OF_ROUNDING])
 def test_setting_without_the_one_that_it_belongs_to(runs, name):
-    fixes = ["Set kd_teacher=MODEL or kd_cache=DIRECTORY", LEAVE_OUT]
-    if name in OF_ROUNDING:
-        fixes = ["for example qat_weight_dtype='int4'", f"leave {name} out"]
+    needs = (
+        "for example qat_weight_dtype='int4'" if name in OF_ROUNDING else "Set kd_teacher=MODEL or kd_cache=DIRECTORY"
+    )
     settings = {name: {**OF_A_TEACHER, **OF_ROUNDING}[name]}
-    assert_fixes(lambda **config: runs.config(TPUSFTConfig, **config), settings, *fixes)
+    assert_fixes(lambda **config: runs.config(TPUSFTConfig, **config), settings, needs, f"leave {name} out")
 
 
 def test_length_of_prompts(runs):
