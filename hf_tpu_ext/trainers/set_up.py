@@ -46,7 +46,7 @@ from .checks.settings import (
 from .checks.upstream import check_trainer, loads_model, overrides_loss
 from .configs import ExtensionArguments, PredictedTextArguments
 from .run.chips import Chips
-from .run.eager_steps import CompiledLayers, EagerSteps, check_split
+from .run.eager_steps import EagerSteps, check_split
 from .run.ema import Averaging
 from .run.hosts import HostAgreement, check_same_settings
 from .run.layers import LayerScan
@@ -264,7 +264,7 @@ class SetUpMixin:
             reason = "weights are split over processes, which gather those of a layer where it runs"
         if self.compile_step == "step":
             raise UserError(f"compile_step='step' is not possible: {reason}. Leave it out, or set it to 'layers'.")
-        return EagerSteps(self, CompiledLayers(self.backend), reason)
+        return EagerSteps(self, reason)
 
     def _prepare_static_shapes(self, max_recompiles: int | None) -> None:
         if vars(self).get("_is_vision_dataset") and self.args.max_length is None:

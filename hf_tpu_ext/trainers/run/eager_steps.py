@@ -69,8 +69,8 @@ class EagerSteps(TrainerCallback):
 
     Upstream's `training_step` runs as it is written. The loss stays on the device until a log. After the optimizer the step
     ends, and what it had compiled is counted and explained: at the first step of each shape, and before a log, an evaluation or a
-    checkpoint, which wait for the device anyway. With `layers`, those of the model are compiled; `why_layers` says why no more
-    is, as a clause.
+    checkpoint, which wait for the device anyway. With `why_layers` the layers of the model are compiled; it says why no more is, as a
+    clause.
     """
 
     #: Steps are not run by the handle of their program, as those of [`TrainingSteps`] are.
@@ -79,9 +79,9 @@ class EagerSteps(TrainerCallback):
     #: The norm of the gradients of the step under way, where its program has clipped them.
     grad_norm: torch.Tensor | None = None
 
-    def __init__(self, trainer, layers: CompiledLayers | None = None, why_layers: str = ""):
+    def __init__(self, trainer, why_layers: str | None = None):
         self._trainer, self._backend, self._programs = trainer, trainer.backend, trainer.programs
-        self._layers, self._why_layers = layers, why_layers
+        self._layers, self._why_layers = CompiledLayers(self._backend), why_layers
         # The step that has begun and not ended.
         self._under_way: str | None = None
         # The last step whose compiles were counted.
@@ -96,7 +96,7 @@ class EagerSteps(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model, optimizer, **kwargs):
         self._counted_step = state.global_step
-        if self._layers is not None:
+        if self._why_layers is not None:
             self._layers.begin(model, self._why_layers)
         self._trainer.begin_batches()
         self._trainer.begin_watch()
@@ -119,8 +119,7 @@ class EagerSteps(TrainerCallback):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        if self._layers is not None:
-            self._layers.end()
+        self._layers.end()
 
     # A rate of exactly 0, as in the first step of a warm-up, would be a constant, and the update another program.
 

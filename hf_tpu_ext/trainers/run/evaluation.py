@@ -76,8 +76,7 @@ class CompiledEvaluation:
         Compute what `trace(inputs, **data)` makes of a batch. In `data` are numbers on the host, which are sent, and other values,
         which are part of the program.
         """
-        what = "evaluation" if kind == EVALUATION_STEP else "prediction"
-        end = partial(self.end_program, kind, f"{what} after step {self.state.global_step}")
+        end = partial(self.end_program, kind, f"{kind.removesuffix(' step')} after step {self.state.global_step}")
         if self._batch_numbers is None:
             # A user may also call upstream's `prediction_step`, with the model as it is.
             result = trace(inputs, **self.backend.send(data))
