@@ -22,7 +22,7 @@ from ... import __version__
 from ...callbacks.run_lines import RunFacts, RunLines
 from ...callbacks.run_record import RunRecord
 from ...callbacks.step_status import StepStatus
-from ...data import TokenWaste
+from ...data.padding_report import TokenWaste
 from ...formatting import count, dtype_name, format_bytes
 from ...layers.flops import read_dimensions, step_flops
 from ...quantization.bitsandbytes import find_config
