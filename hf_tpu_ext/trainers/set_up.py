@@ -92,10 +92,11 @@ class SetUpMixin:
         self.compiled = adapt_arguments(args)
         quantization = None
         if self.backend.unknown_upstream:
-            # Upstream ignores the argument unless it loads the model.
-            quantization = arguments.arguments.get("quantization_config") if isinstance(model, str) else None
             if isinstance(model, nn.Module):
                 quantization = find_config(model)
+            elif isinstance(model, str):
+                # Upstream ignores the argument unless it loads the model.
+                quantization = arguments.arguments.get("quantization_config")
             if quantization is not None:
                 check_method(quantization)
             if isinstance(model, PreTrainedModel):

@@ -53,6 +53,17 @@ def naming_rows(
         raise
 
 
+def first_that_fails(rows: int, attempt: Callable[[int], Any]) -> int | None:
+    """The first of so many rows for whose number `attempt` raises, `None` if it raises for none."""
+    for row in range(rows):
+        try:
+            attempt(row)
+        # Decoders and functions of the user's raise what they like.
+        except Exception:
+            return row
+    return None
+
+
 def _find_bad_row(
     dataset: datasets.Dataset, columns: Sequence[str], prepare: Callable[[datasets.Dataset], Any], needs_answer: bool
 ) -> tuple[int, str] | None:

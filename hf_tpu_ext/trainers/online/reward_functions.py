@@ -14,6 +14,7 @@ from trl.trainer.utils import is_async_callable
 
 from ...errors import UserError
 from ...formatting import format_value
+from ..checks.rows import first_that_fails
 
 
 # Arguments of a reward function that have a value for each row of a batch.
@@ -41,7 +42,8 @@ def check_rewards(function: Callable, name: str) -> Callable:
             try:
                 rewards = function(**kwargs)
             except Exception as error:
-                raise UserError(_describe_error(name, error, _find_row(function, kwargs), kwargs)) from error
+                row = first_that_fails(len(kwargs["prompts"]), lambda row: function(**_one_row(kwargs, row)))
+                raise UserError(_describe_error(name, error, row, kwargs)) from error
             return _check(rewards, name, kwargs)
 
     return call
@@ -55,17 +57,8 @@ def _one_row(kwargs: dict[str, Any], row: int) -> dict[str, Any]:
     }
 
 
-def _find_row(function: Callable, kwargs: dict[str, Any]) -> int | None:
-    """The first row that a function raises for when it is given by itself."""
-    for row in range(len(kwargs["prompts"])):
-        try:
-            function(**_one_row(kwargs, row))
-        except Exception:
-            return row
-    return None
-
-
 async def _find_row_async(function: Callable, kwargs: dict[str, Any]) -> int | None:
+    """As [`first_that_fails`], of rows that an asynchronous function is given by themselves."""
     for row in range(len(kwargs["prompts"])):
         try:
             await function(**_one_row(kwargs, row))

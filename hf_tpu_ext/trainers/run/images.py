@@ -20,6 +20,7 @@ from ...vision.collator import IMAGE_COLUMNS, ImageCollator
 from ...vision.families import FAMILIES, ImageFamily
 from ...vision.model import find_base
 from ..checks.datasets import has_images, named_datasets
+from ..checks.rows import first_that_fails
 from ..configs import ImageArguments
 
 
@@ -41,25 +42,17 @@ def naming_broken_images(datasets_by_name: Mapping[str, Any]) -> Iterator[None]:
     except Exception as error:
         if _DECODER in "".join(format_exception(error)):
             for name, dataset in datasets_by_name.items():
-                if isinstance(dataset, datasets.Dataset) and (row := _find_broken_image(dataset)) is not None:
-                    column = next(column for column in IMAGE_COLUMNS if column in dataset.column_names)
+                if not isinstance(dataset, datasets.Dataset):
+                    continue
+                columns = [column for column in IMAGE_COLUMNS if column in dataset.column_names]
+                images = dataset.select_columns(columns)
+                if (row := first_that_fails(len(images), images.__getitem__)) is not None:
                     raise UserError(
                         f"An image of row {row} of {name} cannot be opened ({type(error).__name__}). Replace it, or leave the row out: "
                         f"{name}.select(row for row in range({len(dataset)}) if row != {row}). Without decoding, "
-                        f"{name}.cast_column({column!r}, datasets.List(datasets.Image(decode=False))) shows its bytes and its path."
+                        f"{name}.cast_column({columns[0]!r}, datasets.List(datasets.Image(decode=False))) shows its bytes and its path."
                     ) from error
         raise
-
-
-def _find_broken_image(dataset: datasets.Dataset) -> int | None:
-    columns = [column for column in IMAGE_COLUMNS if column in dataset.column_names]
-    images = dataset.select_columns(columns)
-    for row in range(len(images)):
-        try:
-            images[row]
-        except Exception:
-            return row
-    return None
 
 
 def images_of_rows(dataset) -> tuple[int, int] | None:
