@@ -178,14 +178,6 @@ class SetUpMixin:
             args, self.compiled, adapt_arguments, not self.backend.unknown_upstream, self.chips.recipe_rows
         )
 
-    def _place_models(self) -> None:
-        self._arrange_accelerator()
-        if self.chips.sharding_plan is None:
-            # Quantized weights are on their device, to upstream.
-            self._move_model_to_device(self.model, self.args.device)
-        for model in self.other_models():
-            self._place_beside(model)
-
     def _place_beside(self, model: nn.Module) -> None:
         if isinstance(model, PreTrainedModel):
             # Upstream has moved it to the device.
@@ -233,7 +225,12 @@ class SetUpMixin:
         )
 
     def _prepare_steps(self) -> None:
-        self._place_models()
+        self._arrange_accelerator()
+        if self.chips.sharding_plan is None:
+            # Quantized weights are on their device, to upstream.
+            self._move_model_to_device(self.model, self.args.device)
+        for model in self.other_models():
+            self._place_beside(model)
         if self.backend.traces_steps:
             save_from_host(self.backend)
             if self.optimizer is not None:

@@ -37,24 +37,21 @@ class StoppingMixin:
             self._evaluation_due |= self.control.should_evaluate
             self.control.should_evaluate = False
         if self.preemption.listening and self.control.should_evaluate:
-            self._evaluate_or_stop(*args, **kwargs)
+            with tempfile.TemporaryDirectory() as before:
+                super()._save_rng_state(before)
+                try:
+                    with self.preemption.cutting_evaluation():
+                        super()._maybe_log_save_evaluate(*args, **kwargs)
+                except EvaluationCut:
+                    # As if it had not begun: the resumed run draws the same numbers for it, and after it.
+                    super()._load_rng_state(before)
+                    self.drop_metrics("eval")
+                    self.model.train()
+                    self._evaluation_due, self.control.should_evaluate = True, False
         else:
             super()._maybe_log_save_evaluate(*args, **kwargs)
         if self.preemption.reason is not None:
             self.control.should_training_stop = True
-
-    def _evaluate_or_stop(self, *args, **kwargs) -> None:
-        with tempfile.TemporaryDirectory() as before:
-            super()._save_rng_state(before)
-            try:
-                with self.preemption.cutting_evaluation():
-                    super()._maybe_log_save_evaluate(*args, **kwargs)
-            except EvaluationCut:
-                # As if it had not begun: the resumed run draws the same numbers for it, and after it.
-                super()._load_rng_state(before)
-                self.drop_metrics("eval")
-                self.model.train()
-                self._evaluation_due, self.control.should_evaluate = True, False
 
     def _finalize_training(self, trial, num_train_samples, start_time):
         if self.preemption.reason is None:
