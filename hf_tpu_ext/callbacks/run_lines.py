@@ -60,11 +60,8 @@ class RunLines(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self.facts = facts = self._find_facts()
-        chips, accumulation, hosts = (
-            self._backend.num_chips,
-            args.gradient_accumulation_steps,
-            self._backend.processes.hosts,
-        )
+        chips, hosts = self._backend.num_chips, self._backend.processes.hosts
+        accumulation = args.gradient_accumulation_steps
         # There may be several processes of one chip each.
         workers, kind = chips * args.world_size, kind_of_device(self._backend.name)
         where = f" in {args.world_size} processes" * (args.world_size > 1) + f" on {hosts} hosts" * (hosts > 1)

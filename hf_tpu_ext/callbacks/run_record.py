@@ -151,12 +151,7 @@ class RunRecord(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         self._write_programs(state.global_step)
         cache = self._backend.cache_use()
-        self._write(
-            "end",
-            step=state.global_step,
-            cache=None if cache is None else asdict(cache),
-            **self._totals(),
-        )
+        self._write("end", step=state.global_step, cache=cache and asdict(cache), **self._totals())
         self._end(args.output_dir)
 
     def _end(self, output_dir: str) -> None:

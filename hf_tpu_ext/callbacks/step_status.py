@@ -217,10 +217,8 @@ class StepStatus(TrainerCallback):
             per_shape = [None if self._flops is None else self._flops(shape) for shape in counts]
             if None not in per_shape:
                 flops = sum(count.batches * each for count, each in zip(counts.values(), per_shape, strict=True))
-                peak = (
-                    self._backend.chip.flops_per_second * self._backend.num_chips * self._backend.processes.row_shards
-                )
-                logs["mfu"] = round(flops / in_steps / peak, 4)
+                chips = self._backend.num_chips * self._backend.processes.row_shards
+                logs["mfu"] = round(flops / in_steps / (self._backend.chip.flops_per_second * chips), 4)
         if (peak := self._backend.peak_memory()) is not None:
             logs["peak_memory_gb"] = round(peak / 1e9, 3)
         return logs

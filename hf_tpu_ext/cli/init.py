@@ -15,11 +15,8 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 DIRECTORY = Path("recipes")
 # Files that recipes need, by the name that stands in the recipe.
 _MODULES = {"recipes.rewards.": "rewards.py"}
-
-
-def by_command() -> dict[str, str]:
-    """The recipe to start from for each training command, by its name without `.yaml`."""
-    return {command: Path(script.recipe).stem for command, script in SCRIPTS.items()}
+#: The recipe to start from for each training command, by its name without `.yaml`.
+BY_COMMAND = {command: Path(script.recipe).stem for command, script in SCRIPTS.items()}
 
 
 def add_parsers(subparsers: argparse._SubParsersAction) -> None:
@@ -29,7 +26,7 @@ def add_parsers(subparsers: argparse._SubParsersAction) -> None:
         help="write a recipe to start from",
         description="Write a recipe to start from into recipes/, in the current directory.",
     )
-    init.add_argument("name", help=f"a command ({', '.join(by_command())}), or a recipe that `hf-tpu recipes` lists")
+    init.add_argument("name", help=f"a command ({', '.join(BY_COMMAND)}), or a recipe that `hf-tpu recipes` lists")
     init.set_defaults(func=write_recipe)
     recipes = subparsers.add_parser(
         "recipes", help="list the recipes that come with this package", description="List the recipes."
@@ -52,12 +49,12 @@ def list_recipes(args: argparse.Namespace) -> int:
 def write_recipe(args: argparse.Namespace) -> int:
     """Write a recipe, and return the exit status `0`. Raises `ValueError` where there is none, or a file is in the way."""
     name = args.name.removesuffix(".yaml")
-    name = by_command().get(name, name)
+    name = BY_COMMAND.get(name, name)
     source = RECIPES / f"{name}.yaml"
     if not source.is_file():
         recipes = ", ".join(recipe.stem for recipe in sorted(RECIPES.glob("*.yaml")))
         raise UserError(
-            f"{args.name!r} is neither a command nor a recipe. Commands: {', '.join(by_command())}. Recipes: {recipes}."
+            f"{args.name!r} is neither a command nor a recipe. Commands: {', '.join(BY_COMMAND)}. Recipes: {recipes}."
         )
     text = source.read_text(encoding="utf-8")
     sources = [source, *(RECIPES / module for use, module in _MODULES.items() if use in text)]
@@ -76,7 +73,7 @@ def write_recipe(args: argparse.Namespace) -> int:
         raise UserError(
             f"No recipe can be written into {DIRECTORY}/ of {Path.cwd()} ({error.strerror}). Start in another directory: cd DIR"
         ) from error
-    commands = (command for command in by_command() if f"hf-tpu {command} --config " in text)
+    commands = (command for command in BY_COMMAND if f"hf-tpu {command} --config " in text)
     run = f"hf-tpu {next(commands, 'sft')} --config {DIRECTORY / source.name}"
     print(f"Try it on a tiny model: hf-tpu prepare tiny --output_dir .cache/tiny && {run} --smoke\nRun it: {run}")
     return 0

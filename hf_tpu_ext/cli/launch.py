@@ -78,6 +78,7 @@ def _launch_as_upstream(own_command: list[str], recipe: Recipe, parser: RecipePa
     import torch
     from accelerate.commands import launch
     from accelerate.commands.config import default_config_file
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
     words = parser.launcher_words(recipe)
@@ -99,15 +100,23 @@ def _launch_as_upstream(own_command: list[str], recipe: Recipe, parser: RecipePa
 
     def run_one(args) -> None:
         nonlocal stays_here
-        stays_here = _become(args, recipe)
-        if stays_here and (args.num_processes or 1) > 1:
+        command, environment = prepare_simple_launcher_cmd_env(args)
+        stays_here = command[0] == sys.executable
+        if not stays_here:
+            # It is mpirun that is to start processes.
+            start_one(args)
+            return
+        if (args.num_processes or 1) > 1:
             raise UserError(
                 f"--num_processes {args.num_processes}: accelerate would start one process on this machine, which has "
                 f"{torch.cuda.device_count()} GPUs. Leave it out; or for {args.num_processes} processes on the CPU add --multi_gpu "
                 "--use_cpu, or multi_gpu: true and use_cpu: true in the recipe"
             )
-        if not stays_here:
-            start_one(args)
+        # PyTorch has read how many threads it is to use, and without a wish they are as many as there are cores.
+        environment.pop("OMP_NUM_THREADS", None)
+        if (threads := recipe.number("num_cpu_threads_per_process")) is not None:
+            torch.set_num_threads(threads)
+        os.environ.update(environment)
 
     # Accelerate decides what to start from the options, its own configuration and the machine. The one process that it would
     # start, after this one has imported all that it needs, is this one.
@@ -123,22 +132,6 @@ def _launch_as_upstream(own_command: list[str], recipe: Recipe, parser: RecipePa
 
 def _refuse(message: str) -> None:
     raise UserError(f"options of `accelerate launch`: {message}")
-
-
-def _become(args, recipe: Recipe) -> bool:
-    """Give this process the environment of the one process that accelerate would start; not where mpirun is to start it."""
-    import torch
-    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
-
-    command, environment = prepare_simple_launcher_cmd_env(args)
-    if command[0] != sys.executable:
-        return False
-    # PyTorch has read how many threads it is to use, and without a wish they are as many as there are cores.
-    environment.pop("OMP_NUM_THREADS", None)
-    if (threads := recipe.number("num_cpu_threads_per_process")) is not None:
-        torch.set_num_threads(threads)
-    os.environ.update(environment)
-    return True
 
 
 def _status_of(run: Callable[[], None]) -> int:

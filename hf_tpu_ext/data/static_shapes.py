@@ -208,9 +208,8 @@ def _sequences(batch: Mapping[str, Any]) -> dict[str, torch.Size]:
             prefix, shape = key.removesuffix("input_ids"), batch[key].shape
             mask = batch.get(f"{prefix}attention_mask")
             # Without such a mask, a third dimension is that of several tokens in one place, as models of speech have.
-            shapes[prefix] = (
-                shape if isinstance(mask, Tensor) and mask.ndim == 3 and mask.shape == shape else shape[:2]
-            )
+            has_choices = isinstance(mask, Tensor) and mask.ndim == 3 and mask.shape == shape
+            shapes[prefix] = shape if has_choices else shape[:2]
     return shapes
 
 

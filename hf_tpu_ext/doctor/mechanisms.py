@@ -41,14 +41,24 @@ _SAVED_AT = 4
 _DIES_AT = 6
 # Greedy tokens of nearly equal logits may change places.
 _LOGIT_TOLERANCE = 0.05
+_LOGGED = ("loss", "grad_norm")
 # Mechanisms that are one training beside the same on eager CPU, and no more: which, and the logged numbers that are compared.
 _COMPARED = {
-    "parity": ("plain", ("loss", "grad_norm")),
-    "accumulation": ("accumulated", ("loss", "grad_norm")),
-    "activation checkpointing": ("checkpointed", ("loss", "grad_norm")),
+    "parity": ("plain", _LOGGED),
+    "accumulation": ("accumulated", _LOGGED),
+    "activation checkpointing": ("checkpointed", _LOGGED),
+    "layers as a loop": ("loop", _LOGGED),
     "evaluation": ("evaluated", ("loss", "eval_loss")),
-    "teacher": ("taught", ("loss", "grad_norm")),
+    "teacher": ("taught", _LOGGED),
     "DPO": ("preferences", ("loss", "rewards/margins")),
+}
+# Mechanisms that only torch_xla has, and what is said of them elsewhere.
+_OF_XLA = {
+    "replay": "only graphs of torch_xla are replayed",
+    "donation": "only graphs of torch_xla are donated buffers",
+    "layers as a loop": "only graphs of torch_xla have a loop over layers",
+    "splash attention": "a kernel for TPU, tried with torch_xla only",
+    "compile cache": "only graphs of torch_xla are kept on disk",
 }
 
 
@@ -116,16 +126,13 @@ class Mechanisms:
         on_host = self.backend.unknown_upstream and self.backend.chip is None
         return _ON_HOST if on_host else _TOLERANCES[self.backend.name]
 
-    def near(
-        self, ours: Outcome, reference: Outcome, names: Iterable[str] = ("loss", "grad_norm"), tolerance: float = 0
-    ) -> str:
+    def near(self, ours: Outcome, reference: Outcome, names: Iterable[str] = _LOGGED, tolerance: float = 0) -> str:
         """Check logged numbers against those of eager CPU, and say how far the farthest is off."""
         worst = 0.0
         for name in names:
             values, references = ours.values(name), reference.values(name)
-            _check(
-                len(values) == len(references) > 0, f"{len(values)} logs of {name}, and {len(references)} on eager CPU"
-            )
+            counts = f"{len(values)} logs of {name}, and {len(references)} on eager CPU"
+            _check(len(values) == len(references) > 0, counts)
             for place, (value, right) in enumerate(zip(values, references, strict=True)):
                 off = abs(value - right) / max(abs(right), 1e-3)
                 worst = max(worst, off)
@@ -145,16 +152,13 @@ class Mechanisms:
         text = _describe(outcome.counters, micro_steps)
         _check(outcome.late.compiles == 0, f"{outcome.late.compiles} graphs were compiled late. {text}")
         _check(outcome.counters.fallbacks == 0, f"{outcome.counters.fallbacks} operators ran on the host. {text}")
-        evaluations = 0
+        expected = micro_steps
         if RUNS[name].evaluates:
-            evaluations = len(outcome.values("eval_loss")) * len(outcome.trainer.get_eval_dataloader())
-        _check(
-            outcome.counters.executions == micro_steps + evaluations,
-            f"each micro-step is to be one execution. {text}",
-        )
+            expected += len(outcome.values("eval_loss")) * len(outcome.trainer.get_eval_dataloader())
+        _check(outcome.counters.executions == expected, f"each micro-step is to be one execution. {text}")
         return text
 
-    def compare(self, name: str, names: Iterable[str] = ("loss", "grad_norm"), tolerance: float = 0) -> Finding:
+    def compare(self, name: str, names: Iterable[str] = _LOGGED, tolerance: float = 0) -> Finding:
         """Check a training against eager CPU, and what the runtime did in it."""
         ours, reference = self.runs.ours(name), self.runs.reference(name)
         text = f"{self.near(ours, reference, names, tolerance)}; {self.check_counts(name, ours)}"
@@ -162,6 +166,8 @@ class Mechanisms:
 
     def find(self, mechanism: str) -> Finding:
         """Try one of [`MECHANISMS`]."""
+        if mechanism in _OF_XLA and not self.on_xla:
+            return _not_here(_OF_XLA[mechanism])
         if mechanism in _COMPARED:
             return self.compare(*_COMPARED[mechanism])
         return getattr(self, mechanism.lower().replace(" ", "_").replace("-", "_"))()
@@ -185,8 +191,6 @@ class Mechanisms:
         return Finding(text, _numbers(ours=ours, eager_cpu=reference))
 
     def replay(self) -> Finding:
-        if not self.on_xla:
-            return _not_here("only graphs of torch_xla are replayed")
         by_replay, by_trace = self.runs.ours("plain"), self.runs.ours("traced")
         difference = _same_bits(by_replay, by_trace)
         _check(difference is None, f"traced against replayed: {difference}")
@@ -196,8 +200,6 @@ class Mechanisms:
         return Finding(text, _numbers(replayed=by_replay, traced=by_trace))
 
     def donation(self) -> Finding:
-        if not self.on_xla:
-            return _not_here("only graphs of torch_xla are donated buffers")
         if self.backend.num_chips > 1:
             return _not_here("not visible where one device stands for several chips; TPU_NUM_DEVICES=1 shows it")
         from torch_xla import _XLAC
@@ -234,23 +236,14 @@ class Mechanisms:
 
     def bfloat16(self) -> Finding:
         ours, plain = self.runs.ours("bfloat16"), self.runs.ours("plain")
-        rounded_names = [
-            name for name, weight in ours.weights.items() if torch.equal(weight, weight.bfloat16().float())
-        ]
-        rounded_names = [name for name in rounded_names if "norm" not in name]
-        _check(not rounded_names, f"{len(rounded_names)} weights are kept in bfloat16")
+        matrices = [weight for name, weight in ours.weights.items() if "norm" not in name]
+        num_rounded = sum(torch.equal(weight, weight.bfloat16().float()) for weight in matrices)
+        _check(num_rounded == 0, f"{num_rounded} weights are kept in bfloat16")
         _check(ours.values("loss") != plain.values("loss"), "the losses are those of float32")
         outcome = self.compare("bfloat16", tolerance=_BFLOAT16)
         return outcome._replace(text=f"float32 weights; {outcome.text}")
 
-    def layers_as_a_loop(self) -> Finding:
-        if not self.on_xla:
-            return _not_here("only graphs of torch_xla have a loop over layers")
-        return self.compare("loop")
-
     def splash_attention(self) -> Finding:
-        if not self.on_xla:
-            return _not_here("a kernel for TPU, tried with torch_xla only")
         outcome = self.compare("splash", tolerance=_BFLOAT16)
         splash, slices = self.runs.ours("splash"), self.runs.ours("bfloat16")
         text = self.near(splash, slices, tolerance=_BFLOAT16).replace("eager CPU's", "sliced attention's")
@@ -281,9 +274,7 @@ class Mechanisms:
             logits = model(tokens).logits[:, prompts.shape[1] - 1 : -1]
         token_logits = logits.gather(-1, tokens[:, prompts.shape[1] :, None]).squeeze(-1)
         behind = (logits.amax(-1) - token_logits).max().item()
-        _check(
-            behind <= _LOGIT_TOLERANCE, f"a greedy token has a logit that is {behind:.2g} below eager CPU's largest"
-        )
+        _check(behind <= _LOGIT_TOLERANCE, f"a greedy token's logit is {behind:.2g} below eager CPU's largest")
         return f"{token_logits.numel()} greedy tokens are eager CPU's"
 
     def all_chips(self) -> Finding:
@@ -312,9 +303,8 @@ class Mechanisms:
         result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
         print(result.stdout)
         # What they wrote last is the error.
-        _check(
-            result.returncode == 0, (result.stdout.strip().splitlines() or [f"exit status {result.returncode}"])[-1]
-        )
+        *_, last = [f"exit status {result.returncode}", *result.stdout.strip().splitlines()]
+        _check(result.returncode == 0, last)
         logs = json.loads((directory / "processes.json").read_text())
         reference = finish(make_trainer(RUNS["plain"], directory, "plain-as-many", gpus, stock=True), self.backend)
         ours = Outcome(logs, {}, Counters(), Counters(), None)
@@ -337,8 +327,6 @@ class Mechanisms:
         return Finding(text, _numbers(resumed=after_resume, whole=whole))
 
     def compile_cache(self) -> Finding:
-        if not self.on_xla:
-            return _not_here("only graphs of torch_xla are kept on disk")
         self.runs.ours("plain")
         use, counters = self.backend.cache_use(), self.backend.counters()
         _check(use is not None, "the compilation cache is off")

@@ -4,7 +4,7 @@ import json
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -236,7 +236,7 @@ def open_source(run_dir: Path, merge: bool, base_model: str | None, ema: bool = 
     if (run_dir / ADAPTER_CONFIG_NAME).is_file():
         if not merge:
             raise UserError(f"{run_dir} holds an adapter. Add --merge.")
-        return replace(_open_adapter(run_dir, base_model), ema=ema)
+        return _open_adapter(run_dir, base_model, ema)
     if not (run_dir / CONFIG_NAME).is_file():
         inside = sorted(path.name for path in run_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
         hint = f"It holds {', '.join(inside)}: give one of these." if inside else "Give the output_dir of a run."
@@ -248,7 +248,7 @@ def open_source(run_dir: Path, merge: bool, base_model: str | None, ema: bool = 
     return Source(run_dir, str(run_dir), ema=ema)
 
 
-def _open_adapter(run_dir: Path, base_model: str | None) -> Source:
+def _open_adapter(run_dir: Path, base_model: str | None, ema: bool) -> Source:
     try:
         adapter = PeftConfig.from_pretrained(run_dir)
     except (json.JSONDecodeError, TypeError) as error:
@@ -266,7 +266,7 @@ def _open_adapter(run_dir: Path, base_model: str | None) -> Source:
     base = base_model or adapter.base_model_name_or_path
     if base is None:
         raise UserError(f"{run_dir} does not say which model it was trained on. Add --base_model NAME_OR_DIRECTORY.")
-    return Source(run_dir, base, None if base_model else adapter.revision, adapter)
+    return Source(run_dir, base, None if base_model else adapter.revision, adapter, ema)
 
 
 def _classifies(architectures: Collection[str] | None) -> bool:

@@ -50,14 +50,11 @@ def _compile(program: TracedProgram, topology: Topology, stop: Event | None) -> 
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         (directory / "program.pb").write_bytes(program.module)
+        arguments = list(enumerate(program.arguments))
         options = {
             "topology": topology.compiler_options,
-            "donated": [index for index, argument in enumerate(program.arguments) if argument.is_donated],
-            "shardings": {
-                index: argument.sharding
-                for index, argument in enumerate(program.arguments)
-                if argument.sharding is not None
-            },
+            "donated": [index for index, argument in arguments if argument.is_donated],
+            "shardings": {index: argument.sharding for index, argument in arguments if argument.sharding is not None},
         }
         (directory / "options.json").write_text(json.dumps(options), encoding="utf-8")
         command = [sys.executable, str(_SCRIPT), name]

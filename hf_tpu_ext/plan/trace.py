@@ -182,16 +182,10 @@ class TracingMixin(EveryLengthMixin):
         shape = self.batch_shape if shape is None else shape
         key = (kind, shape)
         if key not in self._traced_programs:
+            of_module = zip(module.arguments, module.is_donated, module.shardings, strict=True)
             arguments = [
-                Argument(
-                    roles.get(id(argument), "other"),
-                    argument.numel() * argument.element_size(),
-                    is_donated,
-                    sharding,
-                )
-                for argument, is_donated, sharding in zip(
-                    module.arguments, module.is_donated, module.shardings, strict=True
-                )
+                Argument(roles.get(id(tensor), "other"), tensor.nbytes, is_donated, sharding)
+                for tensor, is_donated, sharding in of_module
             ]
             self._traced_programs[key] = TracedProgram(kind, shape, module.module, arguments, self.backend.num_chips)
             self._bar.update()
@@ -213,9 +207,8 @@ class TracingMixin(EveryLengthMixin):
             generator = self._text.generator
             roles |= {id(tensor): "key-value cache" for tensor in generator.tensors()}
             roles |= {id(tensor): "copies of weights" for tensor in generator.copied_weights()}
-        return roles | {
-            id(tensor): "batch" for tensor in self._sent_batch.values() if isinstance(tensor, torch.Tensor)
-        }
+        # What is no tensor is no argument either.
+        return roles | {id(value): "batch" for value in self._sent_batch.values()}
 
     def _send_rows(self, *args, **kwargs) -> dict[str, dict[Hashable, Any]]:
         device_data = super()._send_rows(*args, **kwargs)

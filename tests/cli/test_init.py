@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_tpu_ext.cli.init import by_command
+from hf_tpu_ext.cli.init import BY_COMMAND
 from hf_tpu_ext.cli.main import main
 
 
@@ -17,14 +17,14 @@ def test_all_recipes_are_listed(capsys):
     assert all(recipe.stem in listed for recipe in (ROOT / "recipes").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("name", [*by_command(), "kd_online_qwen3", "sft_full_qwen3.yaml"])
+@pytest.mark.parametrize("name", [*BY_COMMAND, "kd_online_qwen3", "sft_full_qwen3.yaml"])
 def test_a_recipe_is_written_with_what_it_needs(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["init", name]) == 0
     (recipe,) = Path("recipes").glob("*.yaml")
     assert recipe.read_bytes() == (ROOT / recipe).read_bytes()
     assert ("recipes.rewards." in recipe.read_text()) == Path("recipes/rewards.py").exists()
-    command = name if name in by_command() and name != "rloo" else "grpo" if name == "rloo" else "sft"
+    command = name if name in BY_COMMAND and name != "rloo" else "grpo" if name == "rloo" else "sft"
     assert f"Run it: hf-tpu {command} --config {recipe}\n" in capsys.readouterr().out
 
 
