@@ -103,7 +103,7 @@ class Preemption(TrainerCallback):
         self._ask_others()
 
     def _ask_others(self) -> None:
-        """At a place where a run can stop: several processes have a reason from the one on that they have agreed on."""
+        """Called at a place where a run can stop: several processes have a reason from the place on that they have agreed on."""
         if self.listening and self._processes.agree_on_stops and self.reason is None:
             self.reason = self._processes.pass_place()
 

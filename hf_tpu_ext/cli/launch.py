@@ -169,7 +169,7 @@ def tell_mistake(message: str) -> None:
 
 
 def _choose_status(codes: set[int], otherwise: int) -> int:
-    """Of the exit statuses of processes, that of a run that is saved, or the highest that a process has chosen itself."""
+    """Choose the exit status that says a run is saved, or else the highest that a process has chosen itself."""
     # A process that was ended for another's sake has a negative status.
     return os.EX_TEMPFAIL if os.EX_TEMPFAIL in codes else max((code for code in codes if code > 0), default=otherwise)
 

@@ -1,4 +1,4 @@
-"""Which lengths to pad batches to."""
+"""Lengths to pad batches to, chosen by the data or given by hand."""
 
 from collections.abc import Iterable, Sequence
 from numbers import Integral

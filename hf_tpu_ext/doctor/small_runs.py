@@ -125,7 +125,9 @@ class CountSteps(TrainerCallback):
 
     def __init__(self, backend: Backend):
         self._backend = backend
-        self._at_begin = self._at_warm = self._at_end = Counters()
+        self._at_begin = self._at_warm = Counters()
+        #: What it did in all steps, and in those after the first ones.
+        self.all = self.late = Counters()
 
     def _count(self) -> Counters:
         self._backend.wait()
@@ -138,17 +140,8 @@ class CountSteps(TrainerCallback):
             self._at_begin = self._count()
 
     def on_train_end(self, args, state, control, **kwargs):
-        self._at_end = self._count()
-
-    @property
-    def all(self) -> Counters:
-        """In all steps."""
-        return self._at_end - self._at_begin
-
-    @property
-    def late(self) -> Counters:
-        """In those after the first ones."""
-        return self._at_end - self._at_warm
+        at_end = self._count()
+        self.all, self.late = at_end - self._at_begin, at_end - self._at_warm
 
 
 class _RecordsCompletions:
@@ -263,7 +256,7 @@ class SmallRuns:
         return trainer
 
     def _reference(self, name: str) -> Outcome:
-        """The same by upstream's trainer on eager CPU."""
+        """Run a training by upstream's trainer on eager CPU."""
         trainer = make_trainer(RUNS[name], self.directory, f"{name}-cpu", self.backend.num_chips, stock=True)
         if RUNS[name].trainer == "GRPO":
             trainer.completions = list(self.ours(name).trainer.completions)

@@ -59,7 +59,7 @@ _PLAN_SECONDS = 150
 
 
 class _Times(CountSteps):
-    """When numbers of how many steps were read: until then these have run."""
+    """Notes when the numbers of how many steps were read: until then these steps have run."""
 
     def __init__(self, backend: Backend):
         super().__init__(backend)
@@ -71,7 +71,7 @@ class _Times(CountSteps):
 
     @property
     def seconds(self) -> float:
-        """Of a step, after the first log."""
+        """Seconds of a step, after the first log."""
         (first, begin), (last, end) = self.logs[0], self.logs[-1]
         return (end - begin) / (last - first)
 

@@ -1,4 +1,4 @@
-"""Which packages are installed, and whether they fit together. Nothing is imported but their metadata."""
+"""Looks whether the installed packages fit together. Nothing of them is imported but their metadata."""
 
 import importlib.metadata
 import os

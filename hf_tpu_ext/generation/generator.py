@@ -112,7 +112,7 @@ class Generator:
         return self._state
 
     def copied_weights(self) -> list[Tensor]:
-        """Those of [`~Generator.tensors`] that are copies of the model's weights."""
+        """The part of [`~Generator.tensors`] that is copies of the model's weights."""
         return self._state[len(_Rows._fields) + 2 * self._num_layers :]
 
     def generate(self, prompts: Sequence[Sequence[int]], seed: int | None = None, copies: int = 1) -> Generated:
@@ -275,7 +275,7 @@ class Generator:
         return [torch.cat(each) for each in zip(*results, strict=True)]
 
     def _decode_one_by_one(self, seed: Tensor, rows: int, run: Callable) -> list[Tensor]:
-        """As [`~Generator._decode`], by a program for a token, in a loop of the host."""
+        """Do what [`~Generator._decode`] does by a program for a token, in a loop of the host."""
         iterations = self._new_tokens - 1
         # Zeros stay where an iteration does not run, since all rows have ended.
         results = {

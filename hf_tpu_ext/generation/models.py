@@ -1,4 +1,4 @@
-"""Which models can generate in programs of static shape."""
+"""Refuses models that cannot generate in programs of static shape."""
 
 import inspect
 

@@ -213,7 +213,7 @@ def find_largest_batch(start: int, limit: int) -> Generator[int, Trial, None]:
 
 
 def _predict_rows(bytes_of_rows: dict[int, int], limit: int) -> int | None:
-    """Where the line through the two batches that are nearest to the limit reaches it."""
+    """Say where the line through the two batches that are nearest to the limit reaches it."""
     if len(bytes_of_rows) < 2:
         return None
     (few, less), (many, more) = sorted(sorted(bytes_of_rows.items(), key=lambda item: abs(item[1] - limit))[:2])

@@ -1,4 +1,4 @@
-"""Which line of a call is the user's own."""
+"""Finds the line of a call that is the user's own."""
 
 import os
 import re
@@ -50,7 +50,7 @@ def own_line(frames: Iterable[SourceLine]) -> SourceLine | None:
 
 
 def library_line(frames: Iterable[SourceLine]) -> SourceLine | None:
-    """Of calls, innermost first, the first line that is neither PyTorch's nor Python's."""
+    """The first line of calls, innermost first, that is neither PyTorch's nor Python's."""
     return next((frame for frame in frames if package_of(frame.file) not in ("torch", "torch_xla", "python")), None)
 
 
