@@ -274,7 +274,8 @@ class Mechanisms:
             logits = model(tokens).logits[:, prompts.shape[1] - 1 : -1]
         token_logits = logits.gather(-1, tokens[:, prompts.shape[1] :, None]).squeeze(-1)
         behind = (logits.amax(-1) - token_logits).max().item()
-        _check(behind <= _LOGIT_TOLERANCE, f"a greedy token's logit is {behind:.2g} below eager CPU's largest")
+        text = f"a greedy token has a logit that is {behind:.2g} below eager CPU's largest"
+        _check(behind <= _LOGIT_TOLERANCE, text)
         return f"{token_logits.numel()} greedy tokens are eager CPU's"
 
     def all_chips(self) -> Finding:
