@@ -18,7 +18,6 @@ from .checkpoint.run_lock import only_run_in
 from .checkpoint.saving import SavingMixin
 from .checks.datasets import check_has_rows, check_rows_left, named_datasets
 from .checks.upstream import default_arguments, signature_of
-from .configs import ExtensionArguments
 from .run.batches import BatchesMixin
 from .run.evaluation import CompiledEvaluation
 from .run.images import naming_broken_images
@@ -128,7 +127,7 @@ class TPUTrainerMixin(
     def _declare_lengths(self) -> list[int]:
         """The lengths that batches are padded to, ascending; none if they are not known."""
         if vars(self.args).get("packing"):
-            if isinstance(self.args, ExtensionArguments) and self.args.length_buckets:
+            if vars(self.args).get("length_buckets"):
                 self.compiled.changes.append(
                     f"length_buckets={self.args.length_buckets} has no effect with packing=True: all rows are of max_length"
                 )

@@ -118,9 +118,8 @@ def checkpoint_activations(run: Run) -> None:
     args, compiled = run.args, run.compiled
     rematerialization = run["rematerialization"]
     compiled.rematerialization = rematerialization or ("full" if args.gradient_checkpointing else "none")
-    if isinstance(args, ExtensionArguments):
-        # Weights in parts are put together by collectives, which are between programs.
-        compiled.step_replay = False if run.place.splits_weights else args.step_replay
+    # Weights in parts are put together by collectives, which are between programs.
+    compiled.step_replay = False if run.place.splits_weights else run["step_replay"]
     if not run.place.traces_steps:
         if rematerialization is not None:
             set_gradient_checkpointing(args, rematerialization == "full")
@@ -147,8 +146,7 @@ def set_gradient_checkpointing(args, value: bool) -> None:
 def shard_over_chips(run: Run) -> None:
     """A mesh of the chips in place of PyTorch's FSDP, of which nothing is left to upstream."""
     args, compiled = run.args, run.compiled
-    if isinstance(args, ExtensionArguments):
-        compiled.mesh = args.mesh
+    compiled.mesh = run["mesh"]
     if not args.fsdp:
         return
     for name, value in (args.fsdp_config or {}).items():

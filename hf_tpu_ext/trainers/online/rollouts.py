@@ -17,7 +17,6 @@ from ...temporarily import temporarily
 from ..checks.datasets import named_datasets
 from ..checks.rows import naming_rows
 from ..checks.upstream import checkpointing_left_on, upstream_behind, upstream_of
-from ..configs import ExtensionArguments
 from ..run.lengths import declare_lengths
 from ..run.text import TextGeneration
 from .checkpoints import OF_PROMPTS, RolloutCheckpoints
@@ -100,7 +99,7 @@ class RolloutMixin(RolloutCheckpoints):
 
     def _prompt_buckets(self, longest: int, declared_length: int, of_rows: list[int] | None) -> list[int]:
         """The lengths that prompts are padded to, of which the longest has `longest` tokens."""
-        buckets = self.args.length_buckets if isinstance(self.args, ExtensionArguments) else None
+        buckets = vars(self.args).get("length_buckets")
         if not buckets:
             return [declared_length]
         if len(buckets) == 1:

@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 from ...data.buckets import batch_lengths, percentile_buckets, round_up_length, validate_buckets
 from ...errors import UserError
 from ..checks.datasets import named_datasets
-from ..configs import ExtensionArguments, PaddedArguments
+from ..configs import PaddedArguments
 
 
 #: A single number in `length_buckets` up to this one is a count of buckets, not a length.
@@ -98,7 +98,7 @@ def lengths_for(
     if max_length is None:
         # Whatever the collator yields; the first other shape is an error.
         return []
-    buckets = args.length_buckets if isinstance(args, ExtensionArguments) else None
+    buckets = vars(args).get("length_buckets")
     declared_lengths = declare_lengths(buckets, max_length, lengths, batch_size, args.train_sampling_strategy)
     # Rows to evaluate on may be longer.
     longest = max(eval_lengths, default=0)

@@ -28,7 +28,6 @@ from ...layers.flops import read_dimensions, step_flops
 from ...quantization.bitsandbytes import find_config
 from ...quantization.packed_linear import count_parameters, names_of_packed
 from ..checks.datasets import named_datasets
-from ..configs import ExtensionArguments
 
 
 logger = logging.get_logger(__name__)
@@ -190,7 +189,7 @@ class StatusMixin:
                 )
                 facts.lengths = list(waste.pad_share_per_length)
                 facts.token_waste = waste.describe()
-                buckets = args.length_buckets if isinstance(args, ExtensionArguments) else None
+                buckets = vars(args).get("length_buckets")
                 if buckets and len(buckets) > 1 and (advice := waste.describe_unused(buckets)) is not None:
                     lines.append(advice)
                 facts.token_share = 1 - waste.pad_share
