@@ -60,7 +60,8 @@ FAULTS = {
     "layers as a loop": (
         "def scan(right, body, carry, *args):\n"
         "    carry, results = right(body, carry, *args)\n"
-        "    return tree_map_only(torch.Tensor, lambda t: t * 1.1 if t.is_floating_point() else t, carry), results\n"
+        # A factor would be lost: the norm behind the layers divides by it.
+        "    return tree_map_only(torch.Tensor, lambda t: t.flip(-1) if t.is_floating_point() else t, carry), results\n"
         "wrong(torch_xla.experimental.scan, '_scan_impl_pytree', scan)",
         "on eager CPU",
     ),
