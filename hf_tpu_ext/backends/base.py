@@ -12,12 +12,9 @@ from ..hardware.topologies import Chip
 from ..temporarily import temporarily
 from .compile_cache import CacheUse, cache_root
 from .compiled_function import Programs
-from .counters import Counters
-from .insight import Insight
-from .kernels import Kernels
-from .loops import Loops
-from .manual_sharding import ManualSharding
+from .insight import Counters, Insight
 from .processes import ALONE, Processes
+from .program_parts import Kernels, Loops, ManualSharding
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], data: Any) -> Any:

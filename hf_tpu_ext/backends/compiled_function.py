@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -63,27 +63,6 @@ class StateLost(RuntimeError):
     """A program failed after it was given the buffers of the weights, whose values are gone."""
 
 
-class Fingerprint(Protocol):
-    """What a program depends on besides tensors: noted, then compared."""
-
-    def note(self) -> None:
-        """Note everything as it is now."""
-
-    #: Code that ran in a trace and of which nothing is known, as a clause, or `None`.
-    code: str | None
-    #: Tensors of the state that it knows, as those of a model, always in the same order.
-    tensors: list[torch.Tensor]
-
-    def trace(self) -> AbstractContextManager[None]:
-        """Context of a trace, in which it notes whose code runs."""
-
-    def change(self) -> str | None:
-        """What has changed since it was noted, as a clause."""
-
-    def why_not(self) -> str | None:
-        """Why calls cannot run by their program, as a clause: code of the user's runs in them."""
-
-
 class Call(NamedTuple):
     """A call of a compiled function: its arguments, and the tensors of `data`."""
 
@@ -111,7 +90,7 @@ class CompiledFunction(ABC):
             What is compiled.
         state (`Callable[[], list[torch.Tensor]]`):
             Lists the tensors that it reads and writes besides those of the fingerprint, always in the same order.
-        fingerprint ([`Fingerprint`]):
+        fingerprint ([`~hf_tpu_ext.step.fingerprint.Fingerprint`]):
             What else it depends on.
         copies ([`RealCopies`]):
             Knows whether tensors may have aliases; `None` where copies always have memory of their own. Calls are made outside of
@@ -134,7 +113,7 @@ class CompiledFunction(ABC):
         backend: Any,
         function: Callable[..., Any],
         state: Callable[[], list[torch.Tensor]],
-        fingerprint: Fingerprint,
+        fingerprint: Any,
         copies: "RealCopies | None",
         draws_on_host: bool = False,
         warn: Callable[[str], None] | None = None,
@@ -244,9 +223,15 @@ class RealCopies(AbstractContextManager):
 class Programs(ABC):
     """What compiles functions on a device, and knows the memory that their programs are given."""
 
-    @abstractmethod
+    #: What a function is compiled to.
+    compiled_function: ClassVar[type[CompiledFunction]]
+
+    def __init__(self, backend: Any):
+        self._backend = backend
+
     def compile(self, *args: Any, **kwargs: Any) -> CompiledFunction:
         """Make a [`CompiledFunction`] of its arguments but the backend."""
+        return self.compiled_function(self._backend, *args, **kwargs)
 
     @abstractmethod
     def memory_of(self, tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -1,11 +1,49 @@
-"""What a runtime tells about the programs that it compiles: for messages, never on the path of a step."""
+"""What a runtime tells about the programs that it compiles and runs: counts, and for messages what is in them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What the accelerator's runtime has done since the process started."""
+
+    #: Programs compiled.
+    compiles: int = 0
+    #: Seconds spent in compiling them, and in loading others from the compile cache.
+    compile_seconds: float = 0.0
+    #: Programs run on the device.
+    executions: int = 0
+    #: Transfers from the device to the host.
+    reads: int = 0
+    #: Operators that ran on the host because the device has none of them.
+    fallbacks: int = 0
+    #: Executions of a program by its handle, without its being traced.
+    replays: int = 0
+    #: Programs loaded from the compile cache.
+    loads: int = 0
+
+    def __add__(self, other: "Counters") -> "Counters":
+        return Counters(*(mine + more for mine, more in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, earlier: "Counters") -> "Counters":
+        return Counters(*(mine - less for mine, less in zip(astuple(self), astuple(earlier), strict=True)))
+
+
+# Where steps are traced, torch_xla sends a Python number to the device as data, except for these, which it folds into the program
+# as constants. So a number that moves to one of them, or away from it, is another program.
+_FOLDED = (0, 1, -1)
+#: For messages.
+FOLDED_NUMBERS = "0, 1 and -1"
+
+
+def describe_number(value: float) -> str:
+    """Say which values of a Python number are different programs: those that are folded, and one for all others."""
+    return f"{value:g}" if value in _FOLDED else "neither 0, 1 nor -1"
 
 
 @dataclass(frozen=True)

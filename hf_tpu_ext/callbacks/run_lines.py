@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 
 from ..backends.base import Backend
 from ..backends.compile_cache import CacheUse
-from ..backends.counters import Counters
+from ..backends.insight import Counters
 from ..formatting import count, kind_of_device
 
 

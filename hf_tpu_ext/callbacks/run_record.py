@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..backends.base import Backend
-from ..backends.counters import Counters
+from ..backends.insight import Counters
 from ..report.record import RecordWriter
 from ..watch.compilations import ProgramEvent
 from .step_status import StepStatus

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 import hf_tpu_ext
 
 from ..backends import select_backend
-from ..backends.counters import Counters
+from ..backends.insight import Counters
 from ..export.make import export_run
 from ..formatting import count, kind_of_device
 from .check import Finding, WrongError

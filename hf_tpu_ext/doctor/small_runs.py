@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 import hf_tpu_ext
 
 from ..backends.base import Backend
-from ..backends.counters import Counters
+from ..backends.insight import Counters
 from ..examples.jsonl import write_splits
 from ..examples.tiny import make_arithmetic, make_model, make_preferences, make_questions
 

@@ -9,7 +9,7 @@ from transformers.generation import LogitsProcessorList
 
 from ..backends.base import Backend
 from ..errors import UserError
-from ..layers.counter_rng import BY_ROW, gumbel, scramble
+from ..layers.random_numbers import BY_ROW, gumbel, scramble
 
 
 # Processors of transformers that are the same for every token, and do not read the device.

@@ -1,7 +1,7 @@
 """Activation checkpointing: what of a layer the forward pass keeps for the backward pass, and what is computed again."""
 
-from collections.abc import Callable, MutableMapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from functools import partial
 from typing import Any, ClassVar
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from transformers.utils import output_capturing
 
 from ..backends.base import Backend
 from ..temporarily import temporarily
 from .autocast import current_autocast
 from .random_numbers import RandomNumbers
-from .router_logits import are_collected, collect_apart, give_to_model
 
 
 # Products with weights. Those of attention, `bmm`, are as large as the square of the length, and computed again.
@@ -225,35 +225,56 @@ def _is_store(value: Any) -> bool:
     return isinstance(value, MutableMapping)
 
 
-def checkpoint_layers(model: nn.Module, backend: Backend, keeps_dots: bool = False) -> int:
+def rematerialize(model: nn.Module, policy: str, backend: Backend) -> None:
     """
-    Make the layers that checkpoint their activations do so by [`recompute`], and count them.
+    Make a model whose activation checkpointing is enabled compute again in the backward pass, by [`recompute`], what a policy says:
+    `"full"` or `"dots"`; or nothing, with `"none"`.
 
-    transformers keeps the function in `_gradient_checkpointing_func` of each such layer
+    transformers keeps the function in `_gradient_checkpointing_func` of each layer that checkpoints its activations
     (`transformers/modeling_layers.py`), set when checkpointing is enabled.
     """
-    layers = [module for module in model.modules() if "_gradient_checkpointing_func" in vars(module)]
-    for layer in layers:
-        before, function = layer._gradient_checkpointing_func, partial(recompute, layer, backend, keeps_dots)
+    if policy == "none":
+        return
+    for layer in model.modules():
+        if "_gradient_checkpointing_func" not in vars(layer):
+            continue
+        before, function = layer._gradient_checkpointing_func, partial(recompute, layer, backend, policy == "dots")
         # An equal one stays: another object would be another step.
         if not (isinstance(before, partial) and (before.func, before.args) == (function.func, function.args)):
             function.instead_of = before
             layer._gradient_checkpointing_func = function
-    return len(layers)
 
 
 def checkpoint_as_upstream(model: nn.Module) -> None:
-    """Make layers checkpoint their activations by what [`checkpoint_layers`] has replaced, which runs operators as they come."""
+    """Make layers checkpoint their activations by what [`rematerialize`] has replaced, which runs operators as they come."""
     for module in model.modules():
         function = vars(module).get("_gradient_checkpointing_func")
         if isinstance(function, partial) and function.func is recompute:
             module._gradient_checkpointing_func = function.instead_of
 
 
-def rematerialize(model: nn.Module, policy: str, backend: Backend) -> None:
-    """
-    Make a model whose activation checkpointing is enabled compute again in the backward pass what a policy says: `"full"` or
-    `"dots"`; or nothing, with `"none"`.
-    """
-    if policy != "none":
-        checkpoint_layers(model, backend, keeps_dots=policy == "dots")
+# ---- Logits of experts' routers, which transformers collects while a model runs, where layers are run otherwise than one by one ----
+
+_NAME = "router_logits"
+
+
+def are_collected() -> bool:
+    """Whether the model that runs collects them, as it does for the load-balancing loss."""
+    return _NAME in (output_capturing._active_collector.get() or ())
+
+
+@contextmanager
+def collect_apart() -> Iterator[list[Tensor]]:
+    """Within this context they go into the list that it returns, and not to the model."""
+    logits: list[Tensor] = []
+    collector = output_capturing._active_collector
+    token = collector.set({**(collector.get() or {}), _NAME: logits})
+    try:
+        yield logits
+    finally:
+        collector.reset(token)
+
+
+def give_to_model(logits: Iterable[Tensor]) -> None:
+    """Let the model that runs have collected them."""
+    output_capturing._active_collector.get()[_NAME].extend(logits)

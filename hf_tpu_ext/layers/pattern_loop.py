@@ -14,12 +14,11 @@ from transformers.cache_utils import Cache
 
 from ..backends.base import Backend
 from ..errors import UserError
+from .activation_checkpointing import are_collected, collect_apart, give_to_model
 from .autocast import matmul_dtype
 from .layer_list import Pattern
-from .layer_loop import Constants, LayerLoop, LayerRun
+from .layer_loop import Constants, LayerLoop, LayerRun, RowBlocks
 from .random_numbers import RandomNumbers
-from .router_logits import are_collected, collect_apart, give_to_model
-from .row_blocks import RowBlocks
 from .static_cache import StaticKeyValueCache
 
 

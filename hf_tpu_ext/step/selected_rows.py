@@ -1,4 +1,6 @@
-"""Rows or elements that are chosen by a mask on the device, whose number the host does not know."""
+"""Rows or elements that are chosen by a mask on the device, whose number the host does not know, and statistics over them."""
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -136,3 +138,23 @@ _ELEMENTWISE = {
     *(torch.sigmoid, torch.exp, torch.log, torch.relu, torch.tanh, torch.clamp, torch.neg, torch.abs),
     *(nn.functional.sigmoid, nn.functional.logsigmoid, nn.functional.relu, nn.functional.softplus),
 }
+
+
+def nanmin_of_all(values: Tensor, **_: Any) -> Tensor:
+    """What `nanmin` of TRL gives of a vector, which picks the elements out: the least number, or NaN where there is none."""
+    is_nan = torch.isnan(values)
+    return torch.where(is_nan.all(), torch.nan, torch.where(is_nan, torch.inf, values).min())
+
+
+def nanmax_of_all(values: Tensor, **_: Any) -> Tensor:
+    """As [`nanmin_of_all`], of the greatest."""
+    return -nanmin_of_all(-values)
+
+
+def quantile_of_chosen(values: Tensor, is_chosen: Tensor, threshold: float) -> Tensor:
+    """What `torch.quantile` gives of the elements that are chosen, of shape `()`; infinity where none is."""
+    in_order = torch.where(is_chosen, values, torch.inf).flatten().sort().values
+    rank = threshold * (is_chosen.sum() - 1).clamp(min=0).to(values.dtype)
+    below = rank.floor()
+    lower, upper = (in_order.gather(0, index.long()[None])[0] for index in (below, rank.ceil()))
+    return torch.lerp(lower, upper, rank - below)

@@ -1,11 +1,14 @@
-"""A training step, as a function: what is computed in it, in this order."""
+"""A training step, as a function: what is computed in it, in this order; and its gradients, which may last for several micro-steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from .gradients import StepGradients
+from ..backends.processes import ALONE, Processes
 
 
 #: The micro-step with the optimizer's update, and those before it that only add to the gradients.
@@ -16,7 +19,7 @@ OF_EVALUATION = " of an evaluation"
 
 def train_step(
     forward_backward: Callable[[nn.Module, dict[str, Any], Tensor | int | None], Tensor],
-    gradients: StepGradients,
+    gradients: "StepGradients",
     add_loss: Callable[[Tensor, bool], None],
     clip: Callable[[nn.Module], Tensor],
     update: Callable[[Tensor], None],
@@ -65,3 +68,117 @@ def train_step(
     update(numbers["update"])
     gradients.drop()
     return {"grad_norm": grad_norm}
+
+
+def _trained_of(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def average_gradients(model: nn.Module, processes: Processes) -> None:
+    """Give all processes the mean of their gradients, once for an optimizer step."""
+    if processes.row_shards == 1:
+        return
+    parameters = _trained_of(model)
+    used = [parameter.grad is not None for parameter in parameters]
+    if not is_in_torch_dispatch_mode():
+        # Rows of one process may use an expert that those of another do not. A trace knows no rows, and all make the same.
+        used = processes.most(used)
+    parameters = [parameter for parameter, by_any in zip(parameters, used, strict=True) if by_any]
+    gradients = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
+    for parameter, mean in zip(parameters, processes.mean(gradients), strict=True):
+        parameter.grad = mean
+
+
+class StepGradients:
+    """
+    The gradients of optimizer steps. Of one micro-step they live within its program, and parameters have none between steps.
+
+    Of several (`accumulates`), their sums are kept in `tensors`, a part of the state that programs read and write. These are there
+    from the start, so that the first micro-step adds to them like every other and is the same program; sums of `earlier` gradients
+    go on. Gradients are averaged over `processes`, each of which has rows of its own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        accumulates: bool,
+        earlier: "StepGradients | None" = None,
+        processes: Processes = ALONE,
+    ):
+        self._model, self._processes = model, processes
+        self._trained = _trained_of(model)
+        sums = {} if earlier is None else earlier.of_parameters
+        #: What is kept from micro-step to micro-step, of the shapes of the parameters.
+        self.of_parameters: dict[nn.Parameter, Tensor] = {
+            parameter: sums[parameter] if parameter in sums else torch.zeros_like(parameter)
+            for parameter in self._trained
+            if accumulates
+        }
+        #: All that is kept, always in the same order.
+        self.tensors: list[Tensor] = [*self.of_parameters.values()]
+        #: Whether code of the user's has been given what is kept, see [`~StepGradients.show`].
+        self.are_shown = False
+        # By the micro-steps of this optimizer step that ran in Python, and of the one before it.
+        self._used: set[nn.Parameter] = set()
+        self._used_before: set[nn.Parameter] = set()
+        self._shown_parameters: set[nn.Parameter] = set()
+
+    def are_of(self, model: nn.Module) -> bool:
+        """Whether these are the gradients of what a model trains now. Some parameters may have been frozen since."""
+        return set(self._trained) == set(_trained_of(model))
+
+    @contextmanager
+    def micro_step(self, sync_gradients: bool) -> Iterator[None]:
+        """
+        Context of a forward and backward pass. After the last one of an optimizer step, parameters that any of its micro-steps has
+        used have their gradient.
+        """
+        before = [total._version for total in self.of_parameters.values()]
+        for parameter, total in self.of_parameters.items():
+            parameter.grad = total
+        yield
+        for (parameter, total), version in zip(self.of_parameters.items(), before, strict=True):
+            if parameter.grad is not total:
+                # A hook has put another in its place.
+                total.copy_(parameter.grad)
+            if total._version != version:
+                self._used.add(parameter)
+            parameter.grad = total if sync_gradients and parameter in self._used else None
+        for parameter in () if self.of_parameters else self._trained:
+            if parameter.grad is not None:
+                # Memory of its own, as on an eager device. torch_xla has left it a view, and of a gradient that is one number
+                # for all elements (that of `parameter.sum()`), what clipping writes to each would be added up.
+                parameter.grad = parameter.grad.clone()
+        if sync_gradients:
+            average_gradients(self._model, self._processes)
+
+    def show(self) -> None:
+        """Give parameters the gradients that are kept, for code of the user's between two micro-steps."""
+        # A micro-step that was run by its handle has noted nothing.
+        self._shown_parameters, self.are_shown = self._used or self._used_before, True
+        for parameter in self._shown_parameters:
+            parameter.grad = self.of_parameters[parameter]
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Keep what that code has made of them. Parameters have none again."""
+        for parameter, total in self.of_parameters.items():
+            if not parameter.requires_grad:
+                # Frozen since: it is updated by what there is.
+                continue
+            if parameter.grad is None:
+                if parameter in self._shown_parameters:
+                    total.zero_()
+            elif parameter.grad is not total:
+                total.copy_(parameter.grad)
+                self._used.add(parameter)
+            parameter.grad = None
+        self.are_shown = False
+
+    def drop(self) -> None:
+        """Begin another optimizer step."""
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        self._used, self._used_before = set(), self._used
+        for total in self.of_parameters.values():
+            total.zero_()

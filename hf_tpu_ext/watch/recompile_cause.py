@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from ..backends.compiled_function import ShapeAndDtype
-from ..backends.folded_numbers import FOLDED_NUMBERS
-from ..backends.insight import Operation
+from ..backends.insight import FOLDED_NUMBERS, Operation
 from ..formatting import dtype_name
 from ..step import deferred_reads
 from .source_lines import describe_line

@@ -12,7 +12,7 @@ from hf_tpu_ext.backends.base import Backend
 from hf_tpu_ext.backends.cpu import CPUBackend
 from hf_tpu_ext.backends.cuda import CUDABackend
 from hf_tpu_ext.backends.detect import BACKENDS
-from hf_tpu_ext.backends.folded_numbers import describe_number
+from hf_tpu_ext.backends.insight import describe_number
 from hf_tpu_ext.examples.tiny import make_model
 from hf_tpu_ext.sharding.per_chip import FullToShard, ShardToFull
 from hf_tpu_ext.sharding.plan import place_model

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hf_tpu_ext.backends.counters import Counters
 from hf_tpu_ext.backends.cpu import CPUBackend
+from hf_tpu_ext.backends.insight import Counters
 from hf_tpu_ext.backends.xla.tensors import live_tensors
 from hf_tpu_ext.examples.tiny import make_model
 

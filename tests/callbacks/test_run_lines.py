@@ -3,8 +3,8 @@
 import pytest
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from hf_tpu_ext.backends.counters import Counters
 from hf_tpu_ext.backends.cpu import CPUBackend
+from hf_tpu_ext.backends.insight import Counters
 from hf_tpu_ext.callbacks.run_lines import RunFacts, RunLines
 
 

@@ -96,7 +96,7 @@ def test_calls_of_torch_xla_that_are_not_public(xla):
 
 
 def test_the_loop_that_scan_is_made_of(xla):
-    """backends/xla/loops.py calls it directly: the public `scan` traces its function with tensors that autograd cannot follow."""
+    """backends/xla/program_parts.py calls it directly: the public `scan` traces its function with tensors that autograd cannot follow."""
     assert list(inspect.signature(_scan_impl_pytree).parameters) == ["fn", "init", "xs", "reverse"]
     weight = torch.randn(3)
     sent = xla.send(weight)
@@ -117,7 +117,7 @@ def test_the_loop_that_scan_is_made_of(xla):
 
 
 def test_operands_of_a_loop_go_through_its_builder(xla, monkeypatch):
-    """backends/xla/loops.py puts another in its place while chips run by themselves."""
+    """backends/xla/program_parts.py puts another in its place while chips run by themselves."""
     added = []
 
     class Recorded(xla_scan.Builder):

@@ -1,6 +1,7 @@
 """Activation checkpointing on XLA changes no number, and really recomputes."""
 
 from collections import UserDict
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_tpu_ext.examples.tiny import make_model
-from hf_tpu_ext.layers.activation_checkpointing import checkpoint_layers, rematerialize
+from hf_tpu_ext.layers.activation_checkpointing import recompute, rematerialize
 from hf_tpu_ext.layers.attention import static_masks
 from hf_tpu_ext.layers.random_numbers import RandomNumbers
 from hf_tpu_ext.layers.static_kernels import use_static_kernels
@@ -124,11 +125,14 @@ def test_pytorchs_own_function_would_not_do(xla, model_dir):
 
 def test_only_layers_that_checkpoint_are_changed(xla, model_dir):
     model = AutoModelForCausalLM.from_pretrained(model_dir)
-    assert checkpoint_layers(model, xla) == 0
-    assert checkpoint_layers(nn.Linear(2, 2), xla) == 0
+    rematerialize(model, "full", xla)
+    assert not any(vars(module).get("_gradient_checkpointing_func") for module in model.modules())
+    rematerialize(nn.Linear(2, 2), "full", xla)
     model.gradient_checkpointing_enable()
     before = [layer._gradient_checkpointing_func for layer in model.model.layers]
-    assert checkpoint_layers(model, xla) == MARKED
+    rematerialize(model, "full", xla)
+    functions = [vars(module).get("_gradient_checkpointing_func") for module in model.modules()]
+    assert sum(isinstance(function, partial) and function.func is recompute for function in functions) == MARKED
     assert all(layer._gradient_checkpointing_func not in before for layer in model.model.layers)
 
 
@@ -172,7 +176,8 @@ def test_what_a_layer_leaves_for_others_has_its_gradient(xla, make, by_keyword):
         for layer in layers if backend is not None else []:
             layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, None
         if backend is not None:
-            assert checkpoint_layers(layers, backend) == 3
+            rematerialize(layers, "full", backend)
+            assert all(layer._gradient_checkpointing_func is not None for layer in layers)
         hidden, shared = torch.linspace(-1, 1, 12).reshape(3, 4).to(device), make()
         with RandomNumbers(torch.tensor(5, dtype=torch.int32, device=device)):
             for layer in layers:

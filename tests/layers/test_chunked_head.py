@@ -80,7 +80,7 @@ def test_numbers_are_those_of_all_logits_at_once(xla, batch, settings, is_lazy):
 
 def test_bfloat16_products_are_as_exact_as_upstreams(xla, batch, monkeypatch):
     """Under autocast: sums and gradients stay float32. Slices are converted in their turn, which small ones would not be."""
-    monkeypatch.setattr("hf_tpu_ext.backends.xla.loops._LEAST_KEPT", 1)
+    monkeypatch.setattr("hf_tpu_ext.backends.xla.program_parts._LEAST_KEPT", 1)
     sent = xla.send({name: tensor.clone() for name, tensor in batch.items()})
     no_bias = {**batch, "bias": torch.zeros(VOCABULARY), "by_entropy": torch.zeros(TOKENS)}
     outputs, gradients = reference(no_bias, 1.0, None, 1.0)

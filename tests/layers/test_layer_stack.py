@@ -176,7 +176,7 @@ def test_layers_have_their_own_buffers(xla, load_scaled, policy):
 @pytest.mark.parametrize("policy", ["full", "dots"])
 def test_weights_are_converted_in_their_turn(xla, load, monkeypatch, policy):
     expected = forward_and_backward(xla, load(), policy, torch.bfloat16)
-    monkeypatch.setattr("hf_tpu_ext.backends.xla.loops._LEAST_KEPT", 1)
+    monkeypatch.setattr("hf_tpu_ext.backends.xla.program_parts._LEAST_KEPT", 1)
     loss, gradients, program = forward_and_backward(xla, load(), policy, torch.bfloat16)
     assert torch.equal(loss, expected[0])
     for name, gradient in gradients.items():
@@ -211,7 +211,7 @@ def test_the_program_does_not_grow_with_depth(xla, load, policy):
 def test_blocks_of_rows_give_the_same(xla, load, monkeypatch, policy, dtype):
     monkeypatch.setattr("hf_tpu_ext.layers.activation_checkpointing._LEAST_SUMMED", 8)
     loss, gradients, program = forward_and_backward(xla, load(), policy, dtype)
-    monkeypatch.setattr("hf_tpu_ext.layers.row_blocks._BLOCK_TOKENS", 2 * 12)
+    monkeypatch.setattr("hf_tpu_ext.layers.layer_loop._BLOCK_TOKENS", 2 * 12)
     again_loss, again_gradients, in_blocks = forward_and_backward(xla, load(), policy, dtype)
     # One in each of the loops over layers, and no more of anything that is large.
     assert (program.count(" while("), in_blocks.count(" while(")) == (2, 4)

@@ -7,7 +7,7 @@ from tiny_configs import VOCABULARY, tiny_config
 from transformers import AutoModelForCausalLM
 
 from hf_tpu_ext.layers.attention import static_masks
-from hf_tpu_ext.layers.static_families import use_static_code
+from hf_tpu_ext.layers.static_kernels import use_static_code
 from hf_tpu_ext.trainers.checks.families import why_not_packed
 
 

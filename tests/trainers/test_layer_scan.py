@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
 from hf_tpu_ext.examples.tiny import make_model
 from hf_tpu_ext.layers import activation_checkpointing, adapters
-from hf_tpu_ext.layers.row_blocks import RowBlocks
+from hf_tpu_ext.layers.layer_loop import RowBlocks
 from hf_tpu_ext.step.optimizer import LazyAdamW
 from hf_tpu_ext.trainers.run.layers import VERIFIED
 
@@ -113,7 +113,7 @@ def in_blocks(monkeypatch):
                 super().__init__(*args)
                 counts.append(self.count)
 
-        monkeypatch.setattr("hf_tpu_ext.layers.row_blocks._BLOCK_TOKENS", tokens)
+        monkeypatch.setattr("hf_tpu_ext.layers.layer_loop._BLOCK_TOKENS", tokens)
         monkeypatch.setattr("hf_tpu_ext.layers.pattern_loop.RowBlocks", Counted)
         return counts
 

@@ -6,7 +6,7 @@ import pytest
 from transformers import TrainerCallback
 
 from hf_tpu_ext import TPUSFTConfig
-from hf_tpu_ext.backends.counters import Counters
+from hf_tpu_ext.backends.insight import Counters
 from hf_tpu_ext.backends.xla.backend import XLABackend
 from hf_tpu_ext.hardware.topologies import find_chip
 from hf_tpu_ext.layers.flops import read_dimensions, step_flops

@@ -22,16 +22,14 @@ from ...temporarily import temporarily
 from ..base import Backend, map_tensors
 from ..collectives import cut_at_collectives
 from ..compile_cache import CacheUse, CompileCache, cache_root
-from ..counters import Counters
 from ..detect import tpu_chips, tpu_kind
 from ..device_processes import DeviceProcesses
 from ..host import enable_hugepages, peak_of_process
-from ..insight import Insight
-from ..loops import Loops
+from ..insight import Counters, Insight
 from ..processes import ALONE, Processes
+from ..program_parts import Loops
 from ..streamed import stream_tensor
-from .compile import TorchTPUPrograms
-from .donation import changes_as_results
+from .compile import TorchTPUPrograms, changes_as_results
 from .fully_sharded import FSDPModule, is_split, split_as, split_model, whole
 
 

@@ -5,12 +5,16 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch._decomp import get_decompositions
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.func import functionalize
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from ..base import Backend
 from ..compiled_function import DRAWS_ON_HOST, REPLACES_STATE, SYNCS, Call, CannotReplay, CompiledFunction, Programs
 from ..random_state import read_random_state
 
@@ -87,11 +91,31 @@ def _keeping_gradients(state: Sequence[Tensor]) -> Iterator[None]:
 class TorchTPUPrograms(Programs):
     """Programs of torch_tpu."""
 
-    def __init__(self, backend: Backend):
-        self._backend = backend
-
-    def compile(self, *args: Any, **kwargs: Any) -> TorchTPUCompiledFunction:
-        return TorchTPUCompiledFunction(self._backend, *args, **kwargs)
+    compiled_function = TorchTPUCompiledFunction
 
     def memory_of(self, tensors: Sequence[Tensor]) -> list[int]:
         return [tensor.untyped_storage()._cdata for tensor in tensors]
+
+
+# As torch_tpu has them for graphs of PyTorch's compiler.
+_DECOMPOSED = get_decompositions([torch.ops.aten.masked_fill.Tensor, torch.ops.aten.masked_fill_.Tensor])
+
+
+def changes_as_results(graph: GraphModule, arguments: Sequence[Tensor]) -> tuple[GraphModule, list[int]]:
+    """
+    Rewrite a graph of `arguments` to one that changes none of them: after its results it returns what the changed ones
+    become. Returns it, and the places of these arguments.
+    """
+    graph = make_fx(functionalize(graph), _DECOMPOSED, tracing_mode="fake", _allow_non_fake_inputs=True)(*arguments)
+    places = {node: place for place, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
+    output = graph.graph.output_node()
+    changed_places = {}
+    # What is written in place is written at the end.
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        argument, changed_places[places[node.args[0]]] = node.args[:2]
+        node.replace_all_uses_with(node.args[1])
+        graph.graph.erase_node(node)
+    output.args = ((*output.args[0], *changed_places.values()),)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph, list(changed_places)

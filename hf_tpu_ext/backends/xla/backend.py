@@ -15,18 +15,17 @@ import torch_xla.runtime as xr
 from ...errors import UserError
 from ...hardware.topologies import Chip, find_chip
 from ..base import map_tensors, replace_tensors, tensors_in
-from ..counters import Counters
 from ..detect import local_chips, show_chips, tpu_kind
 from ..host import enable_hugepages, peak_of_process
+from ..insight import Counters
 from ..processes import Processes
 from ..streamed import StreamedTensor, stream_tensor
 from .compile_cache import XLACompileCache
 from .graphs import pending
 from .hosts import hosts_of_slice, join_hosts, read_split
 from .insight import XLAInsight, compile_seconds
-from .kernels import XLAKernels
-from .loops import XLALoops
 from .operators import register_operators
+from .program_parts import XLAKernels, XLALoops
 from .programs import XLAPrograms
 from .sharding import ConstrainRows, XLAManualSharding, gather, is_split, rows_spec
 from .tensors import pickle_from_host

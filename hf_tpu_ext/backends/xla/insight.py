@@ -16,8 +16,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 from torch.utils._pytree import tree_leaves
 
-from ..counters import Counters
-from ..insight import Insight, Listing, Operation, SourceLine
+from ..insight import Counters, Insight, Listing, Operation, SourceLine
 from .graphs import REPLAYS
 
 

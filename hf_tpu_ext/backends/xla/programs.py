@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch_xla
 
-from ..base import Backend
 from ..compiled_function import Programs
 from . import graphs
 from .compile import Executable, Trace, Traced, XLACompiledFunction
@@ -16,11 +15,7 @@ from .tensors import XLARealCopies, give_own_buffers, live_tensors, memory_share
 class XLAPrograms(Programs):
     """Programs of torch_xla."""
 
-    def __init__(self, backend: Backend):
-        self._backend = backend
-
-    def compile(self, *args, **kwargs) -> XLACompiledFunction:
-        return XLACompiledFunction(self._backend, *args, **kwargs)
+    compiled_function = XLACompiledFunction
 
     # ---- Traces ----
 

@@ -4,7 +4,7 @@ import torch
 import torch_xla
 import torch_xla.distributed.spmd as xs
 
-from ..manual_sharding import ManualSharding
+from ..program_parts import ManualSharding
 
 
 _XLAC = torch_xla._XLAC

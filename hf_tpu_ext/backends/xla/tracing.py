@@ -19,7 +19,7 @@ from ..processes import Processes
 from .backend import XLABackend
 from .compile import Executable, Trace, Traced
 from .insight import XLAInsight
-from .kernels import XLAKernels
+from .program_parts import XLAKernels
 from .programs import XLAPrograms
 from .sharding import rows_spec
 from .tensors import live_tensors

@@ -19,7 +19,7 @@ from ...layers.chunked_head import head_wrapped_by
 from ...layers.random_numbers import RandomNumbers
 from ...layers.shared_prompts import SharedPrompts, prompts_shared
 from ...sharding.plan import place_model
-from ...step.masked_statistics import nanmax_of_all, nanmin_of_all, quantile_of_chosen
+from ...step.selected_rows import nanmax_of_all, nanmin_of_all, quantile_of_chosen
 from ...step.train_step import OF_EVALUATION
 from ...temporarily import temporarily
 from ..checks.upstream import upstream_names

@@ -18,10 +18,9 @@ from ...backends.base import Backend
 from ...errors import UserError
 from ...formatting import count, kind_of_device, number_setting
 from ...sharding import ShardingPlan, advise_sharding, describe_hosts, describe_mesh, resolve_mesh
-from ...sharding.local_gradients import LocalGradients
-from ...sharding.per_chip import score_tokens_per_chip
-from ...step.gradients import StepGradients
+from ...sharding.per_chip import LocalGradients, score_tokens_per_chip
 from ...step.selected_rows import select
+from ...step.train_step import StepGradients
 from ...temporarily import temporarily
 
 

@@ -11,8 +11,7 @@ from transformers.utils import logging
 from ...backends.base import Backend
 from ...errors import UserError
 from ...layers.layer_list import find_layers
-from ...step.gradients import average_gradients
-from ...step.train_step import MICRO_STEP, OPTIMIZER_STEP
+from ...step.train_step import MICRO_STEP, OPTIMIZER_STEP, average_gradients
 from .programs import SentBatch
 
 

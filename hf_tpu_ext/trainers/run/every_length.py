@@ -15,7 +15,7 @@ from transformers.trainer_utils import SaveStrategy
 from ...backends import select_backend
 from ...backends.base import Backend
 from ...backends.compile_cache import CacheUse, cache_root
-from ...backends.counters import Counters
+from ...backends.insight import Counters
 from ...callbacks.run_lines import RunLines
 from ...callbacks.samples import ShowSamples
 from ...errors import UserError

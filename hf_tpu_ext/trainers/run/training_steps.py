@@ -13,9 +13,8 @@ from ...backends.compiled_function import CompiledFunction
 from ...errors import UserError
 from ...layers.activation_checkpointing import checkpoint_as_upstream, rematerialize
 from ...layers.random_numbers import RandomNumbers
-from ...step.gradients import StepGradients
 from ...step.optimizer import LazyAdamW, are_same
-from ...step.train_step import MICRO_STEP, OPTIMIZER_STEP, train_step
+from ...step.train_step import MICRO_STEP, OPTIMIZER_STEP, StepGradients, train_step
 from .eager_steps import CompiledLayers
 from .programs import SentBatch
 from .user_code import METHODS_OF_A_STEP, find_code_between_stages, sees_micro_steps

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from ...backends.compiled_function import describe_batch
-from ...backends.folded_numbers import describe_number
-from ...backends.insight import SourceLine
+from ...backends.insight import SourceLine, describe_number
 from ...data.static_shapes import WrappedCollator
 from ...step.fingerprint import Fingerprint
 from ...step.optimizer import LazyAdamW

@@ -3,7 +3,7 @@
 import pytest
 
 from hf_tpu_ext.backends.cpu import CPUBackend
-from hf_tpu_ext.layers.row_blocks import RowBlocks
+from hf_tpu_ext.layers.layer_loop import RowBlocks
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,12 @@
-"""Loops inside a program, and what their bodies take and put."""
+"""What a program may have besides operators: loops, kernels, and regions that each chip runs on its own shard."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
 
 import torch
+
+from ..temporarily import temporarily
 
 
 class Loops:
@@ -121,3 +125,57 @@ class Loops:
         dtypes.
         """
         return tensor
+
+
+class Kernels:
+    """No kernels: models compute with what PyTorch has."""
+
+    #: What kernels are lowered for here: `"tpu"`, or `"cpu"` where they are interpreted. `None`: there are none.
+    platform: str | None = None
+    #: Where they are kept, if anywhere.
+    directory: Path | None = None
+
+    def round_down(self, tensor: torch.Tensor) -> torch.Tensor:
+        """
+        Round float32 towards zero, to numbers that bfloat16 holds, and keep it float32. A compiler that may compute more
+        exactly than it was told would leave out a conversion there and back.
+        """
+        raise NotImplementedError
+
+    def look_up(self, codes: torch.Tensor, table: tuple[float, ...]) -> torch.Tensor:
+        """Entries of a table by their numbers, int32; the table has a power of two of them, a few, in float32."""
+        return torch.tensor(table, dtype=torch.float32, device=codes.device)[codes]
+
+    def call(self, program: bytes, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Call a serialized program with device tensors. Autograd does not follow it. It is traced like an operator."""
+        raise NotImplementedError
+
+
+class ManualSharding:
+    """
+    Regions in which shapes are those of one shard, and no collective runs that is not asked for.
+
+    This one is for a single chip, whose shard is the full tensor.
+    """
+
+    #: Whether what is traced now is in such a region.
+    active: bool = False
+
+    def region(self, active: bool = True) -> AbstractContextManager[None]:
+        """Within this context, what is traced is in a manual region; it has no effect with `active=False`."""
+        return temporarily(self, active=self.active or active)
+
+    def full_to_shard(self, tensor: torch.Tensor, by_rows: bool = False) -> torch.Tensor:
+        """
+        Take a device tensor into a manual region. Every tensor that the region uses enters this way, without its
+        autograd history. It is replicated, or with `by_rows` sharded by its first dimension: the region then sees the
+        chip's own rows only.
+        """
+        return tensor.detach()
+
+    def shard_to_full(self, tensor: torch.Tensor) -> torch.Tensor:
+        """
+        Take the chip's shard, of shape `(rows, ...)`, out of a manual region. The result, of shape `(chips * rows,
+        ...)`, has the shards of all chips one after the other, each still on its chip.
+        """
+        return tensor.detach()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_tpu_ext.step.gradients import StepGradients
+from hf_tpu_ext.step.train_step import StepGradients
 
 
 # Its runtime starts before the first backward pass.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from trl.trainer.utils import nanmax, nanmin
 
-from hf_tpu_ext.step.masked_statistics import nanmax_of_all, nanmin_of_all, quantile_of_chosen
+from hf_tpu_ext.step.selected_rows import nanmax_of_all, nanmin_of_all, quantile_of_chosen
 
 
 @pytest.mark.parametrize("values", [[1.0, -2.0, 0.5], [math.nan, 3.0, -1.0, math.nan], [math.nan] * 3, [0.0]])

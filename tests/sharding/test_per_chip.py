@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_tpu_ext.backends import select_backend
 from hf_tpu_ext.sharding import resolve_mesh
-from hf_tpu_ext.sharding.local_gradients import LocalGradients
+from hf_tpu_ext.sharding.per_chip import LocalGradients
 
 backend = select_backend("xla")
 backend.use_mesh(resolve_mesh("data", backend.num_chips))
