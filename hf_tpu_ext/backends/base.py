@@ -12,8 +12,9 @@ from ..hardware.topologies import Chip
 from ..temporarily import temporarily
 from .compile_cache import CacheUse, cache_root
 from .compiled_function import Programs
+from .device_processes import launched_processes
 from .insight import Counters, Insight
-from .processes import ALONE, Processes
+from .processes import Processes
 from .program_parts import Kernels, Loops, ManualSharding
 
 
@@ -115,7 +116,7 @@ class Backend(ABC):
         The processes that train together. Asking for them may have them meet. Where upstream knows the device, it averages their
         gradients.
         """
-        return ALONE
+        return launched_processes()
 
     @property
     def chip(self) -> Chip | None:
@@ -289,10 +290,6 @@ class Backend(ABC):
     def compile_mark(self) -> Callable[[], object]:
         """What returns something else once a program was compiled. Cheap enough to be called many times a step."""
         return int
-
-    def compile_seconds(self) -> float:
-        """Seconds of compiling programs, or of loading them, so far."""
-        return 0.0
 
     def counters(self) -> Counters:
         """What the runtime has compiled, run and transferred so far."""

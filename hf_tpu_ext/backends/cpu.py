@@ -6,9 +6,7 @@ import torch
 
 from ..formatting import count
 from .base import Backend
-from .device_processes import launched_processes
 from .host import peak_of_process
-from .processes import Processes
 
 
 class CPUBackend(Backend):
@@ -23,10 +21,6 @@ class CPUBackend(Backend):
     @property
     def device_name(self) -> str:
         return f"{platform.machine()} CPU, {count(torch.get_num_threads(), 'thread')}"
-
-    @property
-    def processes(self) -> Processes:
-        return launched_processes()
 
     def peak_memory(self) -> int | None:
         return peak_of_process()

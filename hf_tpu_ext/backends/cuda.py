@@ -5,8 +5,6 @@ import os
 import torch
 
 from .base import Backend
-from .device_processes import launched_processes
-from .processes import Processes
 
 
 class CUDABackend(Backend):
@@ -38,10 +36,6 @@ class CUDABackend(Backend):
             f"One process drives {self.chips_of_host} GPUs by nn.DataParallel, which is slow. Start a process for each: accelerate "
             f"launch --multi_gpu --num_processes {self.chips_of_host} SCRIPT; or use one GPU: CUDA_VISIBLE_DEVICES=0"
         ]
-
-    @property
-    def processes(self) -> Processes:
-        return launched_processes()
 
     def peak_memory(self) -> int:
         return torch.cuda.max_memory_allocated()

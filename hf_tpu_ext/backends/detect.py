@@ -27,8 +27,6 @@ _TPU_CHIP_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1"}
 BACKENDS = ("auto", "tpu", "xla", "cuda", "cpu")
 #: Those that drive TPU chips.
 TPU_BACKENDS = ("tpu", "xla")
-#: What `PJRT_DEVICE` may say.
-PJRT_DEVICES = ("TPU", "CPU")
 
 _pjrt_device_before_torch_xla: list[str | None] = []
 
@@ -154,7 +152,7 @@ def pjrt_device_asked_for() -> str | None:
 def find_pjrt_mistake(pjrt_device: str | None, chips: int) -> tuple[str, str] | None:
     """What is wrong with a `PJRT_DEVICE`, and the fix. The runtime itself would wait for a TPU for minutes."""
     fix = "Set PJRT_DEVICE=CPU to compile with XLA for the host, or unset PJRT_DEVICE to auto-detect"
-    if pjrt_device and pjrt_device not in PJRT_DEVICES:
+    if pjrt_device and pjrt_device not in ("TPU", "CPU"):
         return f"PJRT_DEVICE={pjrt_device!r} is not a supported device. Allowed, in capitals: TPU, CPU", fix
     if pjrt_device == "TPU" and not chips:
         return "PJRT_DEVICE=TPU is set but this machine has no TPU (none among its PCI devices)", fix

@@ -8,6 +8,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..yes_no import NO
+
 
 HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 #: Turns transparent hugepages on until the machine is restarted.
@@ -17,7 +19,7 @@ LOCK_FILE = Path("/tmp/libtpu_lockfile")
 _CHIP_FILE = re.compile(r"/dev/(accel\d+|vfio/\d+)")
 _PARALLELISM = "TOKENIZERS_PARALLELISM"
 # What the tokenizers library takes for "no" in that variable.
-_NO = {"", "off", "false", "f", "no", "n", "0"}
+_NO = {"", *NO}
 
 
 def hugepages_setting(path: Path = HUGEPAGES) -> str | None:

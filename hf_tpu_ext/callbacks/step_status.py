@@ -116,7 +116,7 @@ class StepStatus(TrainerCallback):
         self._kind_of_step = kind_of_step
         self._over_processes = over_processes
         self._flops = None if backend.chip is None else flops
-        self.clock = PhaseClock(backend.compile_mark, backend.compile_seconds)
+        self.clock = PhaseClock(backend.compile_mark, lambda: backend.counters().compile_seconds)
         self._reset()
 
     def _reset(self) -> None:

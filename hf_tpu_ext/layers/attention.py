@@ -124,16 +124,12 @@ def attention_to_load_with(attn_implementation: str | None, traces_steps: bool =
     """
     if is_of_user(AttentionInterface(), attn_implementation):
         return attn_implementation, []
-    if not traces_steps and attn_implementation in _SAME_NUMBERS:
-        return attn_implementation or "sdpa", []
-    if not traces_steps:
-        return "sdpa", [f"attn_implementation={attn_implementation} is replaced by sdpa: its kernels are not for TPU"]
-    changes = (
-        []
-        if attn_implementation in _SAME_NUMBERS
-        else [f"attn_implementation={attn_implementation} is replaced by attention that XLA compiles"]
-    )
-    return "eager", changes
+    if attn_implementation in _SAME_NUMBERS:
+        return "eager" if traces_steps else attn_implementation or "sdpa", []
+    name, instead = "sdpa", "sdpa: its kernels are not for TPU"
+    if traces_steps:
+        name, instead = "eager", "attention that XLA compiles"
+    return name, [f"attn_implementation={attn_implementation} is replaced by {instead}"]
 
 
 def has_kernel(model: nn.Module) -> bool:

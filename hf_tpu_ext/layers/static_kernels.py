@@ -5,7 +5,7 @@ nobody reads. The same numbers by programs of static shape; tests/models/familie
 
 import importlib
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial, update_wrapper
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -52,16 +52,8 @@ def use_static_code(model: nn.Module) -> None:
     for module in model.modules():
         cls = type(module)
         if cls.__module__.startswith("transformers.models.") and cls.__name__ in _FORWARDS:
-            module.forward = MethodType(_as_upstreams(cls, _FORWARDS[cls.__name__]), module)
-
-
-def _as_upstreams(cls: type[nn.Module], function: Callable) -> Callable:
-    @wraps(cls.forward)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    # Trainers ask for its parameters.
-    return forward
+            # Trainers ask for its parameters.
+            module.forward = update_wrapper(partial(_FORWARDS[cls.__name__], module), MethodType(cls.forward, module))
 
 
 class _EveryExpert(TorchFunctionMode):
@@ -93,12 +85,7 @@ class _EveryExpert(TorchFunctionMode):
 
 def _experts(name: str) -> Callable:
     """The loop of a class whose number of experts has this name."""
-
-    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        with _EveryExpert(getattr(module, name)):
-            return type(module).forward(module, *args, **kwargs)
-
-    return forward
+    return _within(lambda module: _EveryExpert(getattr(module, name)))
 
 
 class _LastEnd(TorchFunctionMode):
@@ -130,15 +117,17 @@ class _WholeWrites(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _within(mode: type[TorchFunctionMode]) -> Callable:
+def _within(make_mode: Callable[[nn.Module], TorchFunctionMode]) -> Callable:
+    """Upstream's own code, in a mode that is made for the module."""
+
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with mode():
+        with make_mode(module):
             return type(module).forward(module, *args, **kwargs)
 
     return forward
 
 
-_by_last_end, _with_whole_writes = _within(_LastEnd), _within(_WholeWrites)
+_by_last_end, _with_whole_writes = _within(lambda module: _LastEnd()), _within(lambda module: _WholeWrites())
 
 
 def _deberta(module: nn.Module, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:

@@ -238,7 +238,7 @@ class ProgramWatch:
         if self._backend.compiles_operators:
             # A log, an evaluation or a checkpoint has compiled them: they are one event.
             count = 1
-        seconds = (self._backend.compile_seconds() - self._spent.compile_seconds) / count
+        seconds = (self._backend.counters().compile_seconds - self._spent.compile_seconds) / count
         for frames in [*sites, *[()] * (count - len(sites))]:
             self._note_other(frames, seconds)
 

@@ -9,7 +9,6 @@ import torch
 import torch_xla
 
 from hf_tpu_ext.backends.compiled_function import StateLost
-from hf_tpu_ext.backends.xla import graphs
 from hf_tpu_ext.backends.xla.compile import Executable
 from hf_tpu_ext.layers.random_numbers import RandomNumbers
 
@@ -318,13 +317,25 @@ class Fails:
         return self.call(*args)
 
 
-EVERY_CALL = (*graphs.CALLS_BEFORE_A_RUN, *graphs.CALLS_WITH_SEVERAL_CHIPS)
+# torch_xla's private calls before a graph is run.
+CALLS_BEFORE_A_RUN = (
+    "_get_tensors_handle",
+    "_get_tensors_xla_device_data_node",
+    "_check_tensor_need_materialization",
+    "_check_device_tensor_need_materialization",
+    "_set_buffer_donation",
+    "_get_graph_hash",
+    "_xla_warm_up_cache",
+)
+# And with several chips.
+CALLS_WITH_SEVERAL_CHIPS = ("_get_xla_sharding_specs",)
+EVERY_CALL = (*CALLS_BEFORE_A_RUN, *CALLS_WITH_SEVERAL_CHIPS)
 
 
 @pytest.fixture
 def name(request, xla, monkeypatch):
     """The name of a call, where it is made."""
-    if request.param in graphs.CALLS_WITH_SEVERAL_CHIPS:
+    if request.param in CALLS_WITH_SEVERAL_CHIPS:
         monkeypatch.setattr(xla, "num_chips", 2)
     return request.param
 

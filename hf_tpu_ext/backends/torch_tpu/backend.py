@@ -336,16 +336,12 @@ class TorchTPUBackend(Backend):
     def compile_mark(self) -> Callable[[], object]:
         return self.compiles
 
-    def compile_seconds(self) -> float:
-        stats = torch.tpu._get_cache_stats()
-        return sum(entry.compilation_duration.total_seconds() for entry in stats.per_entry_stats)
-
     def counters(self) -> Counters:
         stats = torch.tpu._get_cache_stats()
         misses = stats.num_cache_reqs - stats.num_cache_hits
         return Counters(
             compiles=stats.num_compilations,
-            compile_seconds=self.compile_seconds(),
+            compile_seconds=sum(entry.compilation_duration.total_seconds() for entry in stats.per_entry_stats),
             # Operators ask for their program each time, functions once.
             executions=stats.num_cache_reqs - self._functions + self._calls,
             reads=self.insight.reads,

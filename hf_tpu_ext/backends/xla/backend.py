@@ -11,19 +11,20 @@ import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
+from torch_xla.backends import get_mat_mul_precision
 
 from ...errors import UserError
 from ...hardware.topologies import Chip, find_chip
-from ..base import map_tensors, replace_tensors, tensors_in
+from ..base import Backend, map_tensors, replace_tensors, tensors_in
+from ..compile_cache import CacheUse, CompileCache, cache_root, compiler_settings, library_id
 from ..detect import local_chips, show_chips, tpu_kind
 from ..host import enable_hugepages, peak_of_process
 from ..insight import Counters
 from ..processes import Processes
 from ..streamed import StreamedTensor, stream_tensor
-from .compile_cache import XLACompileCache
 from .graphs import pending
 from .hosts import hosts_of_slice, join_hosts, read_split
-from .insight import XLAInsight, compile_seconds
+from .insight import XLAInsight, metric
 from .operators import register_operators
 from .program_parts import XLAKernels, XLALoops
 from .programs import XLAPrograms
@@ -36,7 +37,7 @@ def runtime_started() -> bool:
     return torch_xla._XLAC._xla_runtime_is_initialized()
 
 
-class XLABackend(XLACompileCache):
+class XLABackend(Backend):
     """Lazy tensors compiled by XLA. A runtime started for another `pjrt_device` is a `ValueError`."""
 
     name = "xla"
@@ -47,7 +48,8 @@ class XLABackend(XLACompileCache):
     unknown_upstream = True
 
     def __init__(self, reason: str, pjrt_device: str):
-        super().__init__(reason, pjrt_device)
+        super().__init__(reason)
+        self._pjrt_device = pjrt_device
         # Asked of the device: the variable may have been changed since.
         if runtime_started() and (started_with := xm.xla_device_hw(self.device)) != pjrt_device:
             raise UserError(
@@ -62,6 +64,7 @@ class XLABackend(XLACompileCache):
         self._host_chips = xr.global_runtime_device_count() if runtime_started() else local_chips(pjrt_device)
         self._num_chips: int | None = None
         self._mesh: xs.Mesh | None = None
+        self._compile_cache: CompileCache | None = None
         self.loops = XLALoops(self)
         self.programs = XLAPrograms(self)
         self.kernels = XLAKernels(pjrt_device.lower())
@@ -148,6 +151,60 @@ class XLABackend(XLACompileCache):
         else:
             self._num_chips = num_chips
 
+    # ---- Compiled programs on disk ----
+
+    def use_compile_cache(self, setting: str) -> list[str]:
+        root, is_explicit = cache_root(setting)
+        # Kernels are lowered on the host, and so kept also where programs are not.
+        self.kernels.directory = root and root / "kernels"
+        on_host = self._pjrt_device == "CPU"
+        if self._compile_cache is not None:
+            used = self._compile_cache.directory.parent
+            if root == used or not is_explicit:
+                return []
+            return [f"compile_cache_dir={root or 'off'} has no effect: this process keeps its programs in {used}"]
+        if root is None or (on_host and not is_explicit):
+            return []
+        if path := os.environ.get("XLA_PERSISTENT_CACHE_PATH"):
+            return [f"compile_cache_dir={root} has no effect: XLA_PERSISTENT_CACHE_PATH={path} is set"]
+        if torch_xla._XLAC._xla_computation_cache_is_initialized():
+            return [
+                "The compilation cache is off: this process had compiled a graph before its first trainer was made"
+            ]
+        cache, lines = CompileCache.open(root, f"torch_xla-{torch_xla.__version__}", self._toolchain())
+        if cache is None:
+            return lines
+        xr.initialize_cache(str(cache.directory), readonly=cache.problem is not None)
+        self._compile_cache = cache
+        if on_host:
+            lines.append(
+                f"compile_cache_dir={root} has no benefit here: XLA:CPU stores executables but cannot load them"
+            )
+        return lines
+
+    def _toolchain(self) -> dict[str, Any]:
+        """What programs depend on besides what the runtime's keys hold (its `XLAGraphExecutor::CollectSyncTensors`)."""
+        libtpu = os.environ.get("TPU_LIBRARY_PATH") or os.environ.get("PTXLA_TPU_LIBRARY_PATH")
+        return {
+            "torch": torch.__version__,
+            "torch_xla": torch_xla.__version__,
+            "libtpu": library_id(libtpu) if self._pjrt_device == "TPU" and libtpu else None,
+            "device": self.device_name,
+            "chips": self.num_chips,
+            "matmul_precision": get_mat_mul_precision(),
+            "environment": compiler_settings(),
+        }
+
+    def cache_use(self) -> CacheUse | None:
+        if self._compile_cache is None:
+            return None
+        return self._compile_cache.use(
+            hits=self.counters().loads,
+            misses=met.counter_value("PersistentCacheMiss") or 0,
+            unreadable=met.counter_value("PersistentCacheDeserializeFailure") or 0,
+            compile_seconds=metric("CompileTime")[1] / 1e9,
+        )
+
     # ---- Mesh ----
 
     def use_mesh(self, mesh: dict[str, int]) -> None:
@@ -207,22 +264,17 @@ class XLABackend(XLACompileCache):
         self._sync()
         xm.wait_device_ops()
 
-    def send(self, data: Any) -> Any:
-        # `tensor.to("xla")` folds a 0-dimensional 0, 1 or -1 into the program as a constant, so a learning rate of
-        # exactly 0 would be another program. Data sent this way never is, and all tensors go in one transfer.
-        return self._send(data)
-
     def send_rows(self, data: Any, num_rows: int) -> Any:
-        if self._mesh is None:
-            return self.send(data)
-        if num_rows % self.num_chips:
+        if self._mesh is not None and num_rows % self.num_chips:
             raise UserError(
                 f"A batch of {num_rows} rows does not divide by {self.num_chips} chips. Yield a multiple of "
                 f"{self.num_chips} rows from the data collator, or use fewer chips: num_chips=1."
             )
-        return self._send(data, num_rows)
+        return self.send(data, num_rows)
 
-    def _send(self, data: Any, num_rows: int | None = None) -> Any:
+    def send(self, data: Any, num_rows: int | None = None) -> Any:
+        # `tensor.to("xla")` folds a 0-dimensional 0, 1 or -1 into the program as a constant, so a learning rate of
+        # exactly 0 would be another program. Data sent this way never is, and all tensors go in one transfer.
         tensors = tensors_in(data)
         on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
         if not on_host:
@@ -312,9 +364,6 @@ class XLABackend(XLACompileCache):
     @property
     def compile_mark(self) -> Callable[[], object]:
         return partial(met.counter_value, "UncachedCompile")
-
-    def compile_seconds(self) -> float:
-        return compile_seconds()
 
     def counters(self) -> Counters:
         return self.insight.counters()

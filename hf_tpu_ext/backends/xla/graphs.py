@@ -21,19 +21,6 @@ _XLAC = torch_xla._XLAC
 #: torch_xla's counter of programs run by their handle alone.
 REPLAYS = "ReplayedProgram"
 
-#: The private calls before a graph is run.
-CALLS_BEFORE_A_RUN = (
-    "_get_tensors_handle",
-    "_get_tensors_xla_device_data_node",
-    "_check_tensor_need_materialization",
-    "_check_device_tensor_need_materialization",
-    "_set_buffer_donation",
-    "_get_graph_hash",
-    "_xla_warm_up_cache",
-)
-#: And with several chips.
-CALLS_WITH_SEVERAL_CHIPS = ("_get_xla_sharding_specs",)
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 

@@ -58,11 +58,6 @@ def metric(name: str) -> tuple[int, float]:
     return (0, 0.0) if data is None else (data[0], data[1])
 
 
-def compile_seconds() -> float:
-    """Seconds of compiling programs, or of loading them, so far."""
-    return (metric("CompileTime")[1] + metric("PersistentCacheLoad")[1]) / 1e9
-
-
 def _reads() -> int:
     return metric("TransferFromDeviceTime")[0]
 
@@ -84,7 +79,7 @@ class XLAInsight(Insight):
         """As [`~hf_tpu_ext.backends.base.Backend.counters`]."""
         return Counters(
             compiles=metric("CompileTime")[0],
-            compile_seconds=compile_seconds(),
+            compile_seconds=(metric("CompileTime")[1] + metric("PersistentCacheLoad")[1]) / 1e9,
             executions=metric("ExecuteTime")[0] + metric("ExecuteReplicatedTime")[0],
             reads=_reads(),
             fallbacks=sum(self.operators_on_host().values()),
@@ -151,22 +146,14 @@ class XLAInsight(Insight):
 
 def _read_operations(text: str) -> list[Operation]:
     matches = filter(None, map(_OPERATION.match, text.splitlines()))
-    return [_operation(match) for match in sorted(matches, key=lambda match: int(match["number"] or 0))]
-
-
-def _operation(match: re.Match) -> Operation:
-    name = match["name"]
-    rest, _, metadata = match["rest"].partition(", metadata={")
-    operator, place = _OPERATOR.search(metadata), _PLACE.search(metadata)
-    if name == "constant":
-        details = rest.removesuffix(")")
-    else:
+    operations = []
+    for match in sorted(matches, key=lambda match: int(match["number"] or 0)):
+        name, shape = match["name"], _LAYOUT.sub("", match["shape"])
+        rest, _, metadata = match["rest"].partition(", metadata={")
         # Operands are named by their number in the program.
-        details = _NAME.sub("", rest.partition("), ")[2])
-    return Operation(
-        name,
-        _LAYOUT.sub("", match["shape"]),
-        details,
-        "" if operator is None else operator[1].replace("__", "::", 1),
-        None if place is None else SourceLine(place[1], int(place[2])),
-    )
+        details = rest.removesuffix(")") if name == "constant" else _NAME.sub("", rest.partition("), ")[2])
+        operator, place = _OPERATOR.search(metadata), _PLACE.search(metadata)
+        operator_name = "" if operator is None else operator[1].replace("__", "::", 1)
+        line = None if place is None else SourceLine(place[1], int(place[2]))
+        operations.append(Operation(name, shape, details, operator_name, line))
+    return operations

@@ -158,18 +158,18 @@ class TracingBackend(XLABackend):
                     module._parameters[name] = placeholders[id(parameter)]
         return super().place(model)
 
-    def _send(self, data: Any, num_rows: int | None = None) -> Any:
-        def send(value: torch.Tensor) -> torch.Tensor:
+    def send(self, data: Any, num_rows: int | None = None) -> Any:
+        def send_one(value: torch.Tensor) -> torch.Tensor:
             if value.nbytes < _SMALL:
                 # With a value, a tensor can be marked as split, which what is computed from it then tells on.
-                device_data = super(TracingBackend, self)._send(value, num_rows)
+                device_data = super(TracingBackend, self).send(value, num_rows)
             else:
                 device_data = self._new(value).detach()
             if self._mesh is not None:
                 self.shard(device_data, rows_spec(self._mesh, device_data.ndim, device_data.shape[:1] == (num_rows,)))
             return self._own(device_data)
 
-        return tree_map_only(torch.Tensor, send, data)
+        return tree_map_only(torch.Tensor, send_one, data)
 
     def fetch(self, data: Any, on_finished: Callable[[], None] | None = None) -> Any:
         return tree_map_only(torch.Tensor, lambda value: torch.zeros(value.shape, dtype=value.dtype), data)
