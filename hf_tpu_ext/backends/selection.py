@@ -33,14 +33,14 @@ def select_backend(name: str | None = None, num_chips: int | None = None) -> Bac
     """
     Choose the accelerator for this process. Neither a device nor the XLA runtime is started.
 
-    `"auto"` takes a TPU, by torch_tpu or by torch_xla, whichever is installed, then XLA on the host if `PJRT_DEVICE=CPU` asks for it, then CUDA, then the CPU. That torch_xla
-    can be imported does not count: on a CUDA machine with torch_xla installed, CUDA is used. `USE_TORCH_XLA=0` keeps
-    `"auto"` away from XLA.
+    `"auto"` takes a TPU, by torch_tpu or by torch_xla, whichever is installed, then XLA on the host if `PJRT_DEVICE=CPU` asks for
+    it, then CUDA, then the CPU. That torch_xla can be imported does not count: on a CUDA machine with torch_xla installed, CUDA is
+    used. `USE_TORCH_XLA=0` keeps `"auto"` away from XLA.
 
     Args:
         name (`str`, *optional*):
-            `"auto"`, `"tpu"` (torch_tpu), `"xla"` (torch_xla), `"cuda"` or `"cpu"`. By default what the environment variable `HF_TPU_EXT_BACKEND` says, or
-            `"auto"`.
+            `"auto"`, `"tpu"` (torch_tpu), `"xla"` (torch_xla), `"cuda"` or `"cpu"`. By default what the environment variable
+            `HF_TPU_EXT_BACKEND` says, or `"auto"`.
         num_chips (`int`, *optional*):
             How many of the accelerator's chips to drive. By default what the environment variable `TPU_NUM_DEVICES` says,
             or all.

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from ..errors import UserError
+from ..quantization.fake_quantized import TrainedFor
 from ..quantization.rounding import Rounding
-from ..quantization.trained_for import TrainedFor
 from .files import only_export_to
 
 

@@ -19,7 +19,7 @@ from .. import __version__
 from ..backends import select_backend
 from ..errors import UserError
 from ..formatting import dtype_name
-from ..quantization.trained_for import TrainedFor
+from ..quantization.fake_quantized import TrainedFor
 from .files import REPORT_FILE, check_output, only_export_to, whole_directory
 from .models import BaseCheck, Source, open_source
 from .models import merge as merge_adapter

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from ..errors import UserError
 from ..installing import install_command
+from ..quantization.fake_quantized import QUANTIZATION_FILE, TrainedFor
 from ..quantization.rounding import SCALES, WEIGHT_DTYPES
-from ..quantization.trained_for import QUANTIZATION_FILE, TrainedFor
 
 
 #: Where the dtype is the one that a run was trained for.

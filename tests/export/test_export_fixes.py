@@ -16,7 +16,7 @@ from hf_tpu_ext.export.files import whole_directory
 from hf_tpu_ext.export.make import export_run
 from hf_tpu_ext.export.models import open_source
 from hf_tpu_ext.export.quantized import choose_quantization
-from hf_tpu_ext.quantization.trained_for import TrainedFor
+from hf_tpu_ext.quantization.fake_quantized import TrainedFor
 
 
 @pytest.fixture

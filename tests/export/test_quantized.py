@@ -15,8 +15,8 @@ from hf_tpu_ext.cli.main import main
 from hf_tpu_ext.examples.tiny import make_model
 from hf_tpu_ext.export.make import export_run
 from hf_tpu_ext.installing import install_command
+from hf_tpu_ext.quantization.fake_quantized import TrainedFor
 from hf_tpu_ext.quantization.rounding import SCALES
-from hf_tpu_ext.quantization.trained_for import TrainedFor
 
 
 pytest.importorskip("compressed_tensors")

@@ -21,7 +21,7 @@ from trl import GRPOConfig
 
 from hf_tpu_ext import TPUDPOConfig, TPUDPOTrainer, TPUGRPOTrainer, TPUSFTConfig
 from hf_tpu_ext.errors import UserError
-from hf_tpu_ext.quantization.trained_for import QUANTIZATION_FILE, TrainedFor
+from hf_tpu_ext.quantization.fake_quantized import QUANTIZATION_FILE, TrainedFor
 from hf_tpu_ext.trainers.checkpoint.base_record import BASE_FILE, find_differences
 from hf_tpu_ext.trainers.checkpoint.lookup import find_checkpoint
 from hf_tpu_ext.trainers.checks.answers import Place

@@ -15,7 +15,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, A
 from ...atomic_write import sync_directory
 from ...errors import UserError
 from ...formatting import format_bytes
-from ...quantization.trained_for import QUANTIZATION_FILE
+from ...quantization.fake_quantized import QUANTIZATION_FILE
 from .base_record import BASE_FILE
 from .directories import move_aside
 from .run_lock import lock

@@ -12,8 +12,8 @@ from transformers.utils import logging
 from ...errors import UserError
 from ...formatting import count
 from ...layers.chunked_head import head_wrapped_by
+from ...quantization.fake_quantized import TrainedFor
 from ...quantization.rounding import Rounding
-from ...quantization.trained_for import TrainedFor
 from ...temporarily import temporarily
 from ..configs import TPUSFTConfig
 
