@@ -227,7 +227,7 @@ def test_processes_on_several_hosts(four_chips):
 
 def test_a_directory_for_compiled_programs():
     message = refusal(lambda setting: compile_cache.cache_root(setting), {"setting": ""})
-    assert "Set it to 'auto', to 'off' or to a directory." in message
+    assert message == "compile_cache_dir is empty. Set it to 'auto', to 'off' or to a directory."
     for setting in ("auto", "off", "directory"):
         compile_cache.cache_root(setting)
 

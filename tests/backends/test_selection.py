@@ -558,18 +558,3 @@ def test_hosts_of_a_slice_are_counted_before_the_runtime_starts(chip_variables, 
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "10.0.0.2,10.0.0.3")
     monkeypatch.setenv("TPU_PROCESS_BOUNDS", "1,1,1")
     assert hosts_of_slice("TPU") == 1
-
-
-@pytest.mark.slow
-def test_autograd_that_ran_before_the_runtime_is_told():
-    run_script(
-        """
-import pytest, torch
-from hf_tpu_ext.backends import select_backend
-weight = torch.ones(2, requires_grad=True)
-(weight * 2).sum().backward()
-with pytest.raises(ValueError, match="restart the kernel"):
-    select_backend("xla").device
-""",
-        PJRT_DEVICE="CPU",
-    )
