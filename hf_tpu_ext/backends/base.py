@@ -258,7 +258,7 @@ class Backend(ABC):
             setattr(model.get_submodule(module_name), attribute, model.get_parameter(original))
         for name, parameter in model.named_parameters():
             if parameter is not before[name]:
-                # Those of the user: a mask of gradients, a mark for parameter groups.
+                # Attributes that the user has set: a mask of gradients, a mark for parameter groups.
                 vars(parameter).update(vars(before[name]))
                 parameter._backward_hooks = before[name]._backward_hooks
                 parameter._post_accumulate_grad_hooks = before[name]._post_accumulate_grad_hooks

@@ -259,13 +259,13 @@ _NAME = "router_logits"
 
 
 def are_collected() -> bool:
-    """Whether the model that runs collects them, as it does for the load-balancing loss."""
+    """Whether the model that runs collects the logits of routers, as it does for the load-balancing loss."""
     return _NAME in (output_capturing._active_collector.get() or ())
 
 
 @contextmanager
 def collect_apart() -> Iterator[list[Tensor]]:
-    """Within this context they go into the list that it returns, and not to the model."""
+    """Within this context, the logits of routers go into the list that it returns, and not to the model."""
     logits: list[Tensor] = []
     collector = output_capturing._active_collector
     token = collector.set({**(collector.get() or {}), _NAME: logits})
@@ -276,5 +276,5 @@ def collect_apart() -> Iterator[list[Tensor]]:
 
 
 def give_to_model(logits: Iterable[Tensor]) -> None:
-    """Let the model that runs have collected them."""
+    """Have the model that runs collect these logits of routers."""
     output_capturing._active_collector.get()[_NAME].extend(logits)

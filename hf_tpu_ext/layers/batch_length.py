@@ -140,11 +140,11 @@ class BatchLength:
         return {key: value for (key, value), own in zip(batch.items(), is_own, strict=True) if not own}
 
     def forget(self) -> None:
-        """The batch under way is done."""
+        """Forget what the batch under way had on the device, as it is done."""
         self.values.clear()
 
     def end_run(self) -> None:
-        """Upstream has taken its hook back."""
+        """Note that the run has ended, in which upstream takes back its hook that adds noise."""
         self._adds_noise, self.asks = False, bool(self._by_length)
 
     @contextmanager

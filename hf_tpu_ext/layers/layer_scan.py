@@ -161,7 +161,7 @@ class LayerStack(CalledLayers):
         self._backend.flush()
 
     def _flush(self, pending: int) -> int:
-        """Bytes that are still pending."""
+        """Run what was traced where it is large, and return how many bytes are still to be run."""
         if pending <= _AT_ONCE:
             return pending
         self._backend.flush()
