@@ -61,11 +61,17 @@ class LayerStack(CalledLayers):
         #: How the layers repeat.
         self.patterns = list(patterns) or [Pattern(0, (1,), len(layers))]
         self._backend, self._rematerialization = backend, rematerialization
-        self._loops = [
-            PatternLoop(pattern, self._layers, backend, rematerialization == "dots", by_rows, derive, plain)
-            for pattern in self.patterns
-        ]
-        self._templates = [template for loop in self._loops for template in loop.templates]
+
+        def make_template(numbers: list[int]) -> Template:
+            layer = self._layers[numbers[0]]
+            return Template(numbers, layer, derive(layer), plain)
+
+        self._loops: list[PatternLoop] = []
+        self._templates: list[Template] = []
+        for pattern in self.patterns:
+            templates = [make_template(pattern.numbers(run)) for run in range(len(pattern.runs))]
+            self._loops.append(PatternLoop(pattern, templates, backend, rematerialization == "dots", by_rows))
+            self._templates += templates
         # For each layer of a pattern, its loop.
         self._loop_of = {number: loop for loop in self._loops for number in loop.places}
         # The others of a pattern are no part of the model meanwhile, and what its code reads is the same in the first of them.

@@ -61,34 +61,15 @@ class PatternLoop:
 
     Args:
         pattern ([`Pattern`]): How they repeat.
-        layers (`Sequence[torch.nn.Module]`): All layers of the model.
+        templates (`list[Template]`): One for each run of the pattern.
         backend ([`Backend`]): The backend in use.
         keeps_dots (`bool`): Whether matrix products with weights are kept for the backward pass.
         by_rows (`bool`): Whether they can go through [`RowBlocks`].
-        derive (`Callable[[nn.Module], Derivations]`), plain (`Collection[torch.nn.Linear]`):
-            As [`~hf_tpu_ext.layers.layer_scan.LayerStack`] takes them.
-
-    Attributes:
-        templates (`list[Template]`): One for each run of the pattern.
     """
 
-    def __init__(
-        self,
-        pattern: Pattern,
-        layers: Sequence[nn.Module],
-        backend: Backend,
-        keeps_dots: bool,
-        by_rows: bool,
-        derive: Callable[[nn.Module], Derivations],
-        plain: Collection[nn.Linear],
-    ):
-        self.pattern = pattern
+    def __init__(self, pattern: Pattern, templates: list[Template], backend: Backend, keeps_dots: bool, by_rows: bool):
+        self.pattern, self.templates = pattern, templates
         self._backend, self._keeps_dots, self._by_rows = backend, keeps_dots, by_rows
-        runs = [pattern.numbers(run) for run in range(len(pattern.runs))]
-        first = [layers[numbers[0]] for numbers in runs]
-        self.templates = [
-            Template(numbers, layer, derive(layer), plain) for numbers, layer in zip(runs, first, strict=True)
-        ]
         #: For each layer of the pattern, which template computes it, and with which part of the stacked parameters.
         self.places = {
             number: (template, index) for template in self.templates for index, number in enumerate(template.numbers)
