@@ -256,7 +256,7 @@ class ProgramWatch:
         cause = None
         if history.runs > 1:
             cause = Cause(
-                f"{place} compiles a new graph each time",
+                f"{place} compiles another graph",
                 "Keep its shapes and Python numbers the same, or fetch the tensors with trainer.backend.fetch and compute "
                 "on the host.",
             )
@@ -278,15 +278,15 @@ class ProgramWatch:
     def _find_cause(
         self, history: _ProgramHistory, dependencies: Dependencies, operations: Listing | None, cut: SourceLine | None
     ) -> Cause:
-        if cut is not None:
-            return Cause(
-                f"{describe_line(cut)} cuts the graph within the step",
-                "Remove device-to-host syncs, print and torch_xla.sync from the step.",
-            )
         cause = None
         if history.dependencies:
             nearest = min(reversed(history.dependencies), key=partial(count_differences, dependencies))
             cause = compare_dependencies(nearest, dependencies, self._find_batch_source())
+        if cause is None and cut is not None:
+            return Cause(
+                f"{describe_line(cut)} cuts the graph within the step",
+                "Remove device-to-host syncs, print and torch_xla.sync from the step.",
+            )
         change = None if history.find_change is None else history.find_change()
         causes = [None if change is None else cause_of(change), history.compare(operations)]
         cause = next(filter(None, [cause, *(causes if history.is_stable else reversed(causes))]), None)

@@ -214,15 +214,21 @@ def test_evaluation_of_data_that_is_not_prepared(xla, models, kind):
 
 @pytest.mark.parametrize("kind", ["dpo", pytest.param("reward", marks=pytest.mark.slow), "kto"])
 def test_the_loss_beside_metrics_of_predictions_counts_pairs(xla, models, kind):
-    """In the last batch are 3 of 4 examples, which in upstream's mean are as many."""
+    """In the last batch are 3 of 4 examples, which in upstream's mean are as many. Predictions have upstream's columns."""
     case, data = Case(kind), rows_for(kind, count=7, seed=1)
-    losses = []
+    losses, columns = [], []
+
+    def note_columns(predictions):
+        columns.append([array.shape[1:2] for array in (predictions.predictions, predictions.label_ids)])
+        return {}
+
     for ours in (True, False):
         trainer = trainer_for(case, models, ours)
         trainer.args.per_device_eval_batch_size = 4
-        trainer.compute_metrics = lambda predictions: {}
+        trainer.compute_metrics = note_columns
         losses.append(trainer.evaluate(data)["eval_loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert columns[0] == columns[1]
 
 
 class Logs(TrainerCallback):

@@ -31,8 +31,8 @@ def make(xla, runs, tmp_path, monkeypatch):
     """Makes a trainer, whose log-probs are kept in a directory of the test."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
-    def make(cls, config_cls, dataset, lora=False, seed=0, **config):
-        model = AutoModelForCausalLM.from_pretrained(runs.model_dir, dtype=torch.float32)
+    def make(cls, config_cls, dataset, lora=False, seed=0, model=(), **config):
+        model = AutoModelForCausalLM.from_pretrained(runs.model_dir, dtype=torch.float32, **dict(model))
         torch.manual_seed(seed)
         peft_config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], init_lora_weights=False)
         return cls(
@@ -117,7 +117,14 @@ def test_what_was_computed_is_found_again(make, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"max_length": 32}, {"truncation_mode": "keep_end"}, {"ld_alpha": 0.5}, {"bf16": True}, {"lora": False}],
+    [
+        {"max_length": 32},
+        {"truncation_mode": "keep_end"},
+        {"ld_alpha": 0.5},
+        {"bf16": True},
+        {"lora": False},
+        {"model": {"rms_norm_eps": 0.1}},
+    ],
     ids=str,
 )
 def test_what_they_depend_on_is_in_the_key(changes, make, tmp_path):

@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 from transformers.training_args import ParallelMode
 from trl import DPOConfig, KTOConfig
 
-from hf_tpu_ext import TPUGRPOConfig, TPUSFTConfig, trainers
+from hf_tpu_ext import TPUGRPOConfig, TPUSFTConfig, TPUTrainingArguments, trainers
 from hf_tpu_ext.data.buckets import percentile_buckets, validate_buckets
 from hf_tpu_ext.sharding.mesh import resolve_mesh
 from hf_tpu_ext.trainers.checks.answers import Place, split_by
@@ -17,7 +17,7 @@ from hf_tpu_ext.trainers.checks.fields import LOSSES, adapt
 from hf_tpu_ext.trainers.checks.settings import check_processes
 from hf_tpu_ext.trainers.checks.upstream import overrides_loss
 from hf_tpu_ext.trainers.online.arguments import count_rows_of_chips
-from hf_tpu_ext.trainers.run.lengths import declare_lengths
+from hf_tpu_ext.trainers.run.lengths import declare_lengths, lengths_for
 
 
 LEAVE_OUT = "eave it out"
@@ -310,6 +310,14 @@ def test_processes_without_a_gpu(runs, monkeypatch):
             ["for example length_buckets=[12, 24, 48]"],
         ),
         (
+            # A stream, whose rows no setting truncates.
+            lambda length_buckets: lengths_for(
+                TPUTrainingArguments(length_buckets=length_buckets), None, iter(()), None, 4
+            ),
+            dict(length_buckets=[4]),
+            ["for example length_buckets=[256, 512, 1024]"],
+        ),
+        (
             lambda mesh, num_chips=8: resolve_mesh(mesh, num_chips),
             dict(mesh="data=4"),
             [
@@ -326,6 +334,11 @@ def test_processes_without_a_gpu(runs, monkeypatch):
 )
 def test_lengths_and_meshes(check, settings, fixes):
     assert_fixes(check, settings, *fixes)
+
+
+def test_lengths_of_a_stream_are_the_buckets():
+    args = TPUTrainingArguments(length_buckets=[16, 32])
+    assert lengths_for(args, None, iter(()), None, batch_size=4) == [16, 32]
 
 
 @pytest.mark.parametrize(

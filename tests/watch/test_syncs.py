@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from planted import causes, line_of
+from planted import causes, collate_then, line_of
 from transformers import TrainerCallback
 
 from hf_tpu_ext import TPUTrainer
@@ -91,6 +91,11 @@ def test_a_step_that_is_cut_in_two(train):
 
     ((step, cause),) = causes(train(Cuts))
     assert step == 5 and cause.startswith(f"{line_of(Cuts, 'end_step')} cuts the graph within the step")
+
+
+def test_the_batch_explains_a_step_that_is_cut_in_two_as_well(train):
+    trainer = train(ReadsInStep, collator=collate_then(5, lambda batch: batch.update(labels=batch["labels"].int())))
+    assert (5, "`labels` was int64, is int32") in [(step, cause.partition(" (")[0]) for step, cause in causes(trainer)]
 
 
 def test_an_operator_on_the_host(train, lines):

@@ -14,6 +14,7 @@ from peft import PeftModel
 from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
+from transformers.trainer_utils import unwrap_peft_model
 
 from ...atomic_write import write_atomically
 from ...backends.compiled_function import CompiledFunction
@@ -34,7 +35,7 @@ class ReferenceLogProbsMixin:
 
     On XLA it is a program of its own over the declared shapes. Results are fetched for many batches at once, and kept under
     `reference_log_probs` in the cache directory of `datasets`, by a hash of everything that they depend on: the tokens, the
-    collator, the reference's weights, the precision. A second run reads them, and a run that was killed goes on where it
+    collator, the reference's configuration and weights, the precision. A second run reads them, and a run that was killed goes on where it
     was. On CUDA and CPU every method is upstream's.
     """
 
@@ -167,9 +168,9 @@ class ReferenceLogProbsMixin:
 
     @cached_property
     def _hash_of_reference(self) -> bytes:
-        """Of all weights of the reference, which stay as they are while log-probs of it are asked for."""
-        digest = blake2b(digest_size=16)
+        """Of the configuration and all weights of the reference, which stay as they are while log-probs of it are asked for."""
         model = self.ref_model or self.model
+        digest = blake2b(unwrap_peft_model(model).config.to_json_string().encode(), digest_size=16)
         # The reference goes without the adapter that is trained.
         adapters = set(model.active_adapters) if isinstance(model, PeftModel) else set()
         weights = {key: value for key, value in model.state_dict().items() if not adapters & set(key.split("."))}

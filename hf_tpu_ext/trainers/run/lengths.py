@@ -92,13 +92,14 @@ def lengths_for(
         for length in row_lengths(rows, longest_row) or ()
     ]
     lengths = eval_lengths or None if train is None else train_lengths
-    max_length = vars(args).get("max_length")
+    max_length, buckets = vars(args).get("max_length"), vars(args).get("length_buckets")
     if max_length is None and lengths is not None:
         max_length = length_for(lengths)
+    if max_length is None and buckets:
+        max_length = max(buckets)
     if max_length is None:
         # Whatever the collator yields; the first other shape is an error.
         return []
-    buckets = vars(args).get("length_buckets")
     declared_lengths = declare_lengths(buckets, max_length, lengths, batch_size, args.train_sampling_strategy)
     # Rows to evaluate on may be longer.
     longest = max(eval_lengths, default=0)
@@ -128,10 +129,12 @@ def declare_lengths(
         return sorted({*fitting, max_length})
     if len(length_buckets) == 1 and 0 < length_buckets[0] <= MOST_BUCKETS:
         if train_lengths is None:
+            # Without a `max_length`, it is this number of buckets.
+            longest = max_length if max_length > MOST_BUCKETS else 1024
             raise UserError(
                 f"length_buckets={length_buckets[0]} chooses the lengths from the training data, whose lengths are not "
                 "known (a streaming dataset). Give the lengths themselves, for example "
-                f"length_buckets={[max_length // 4, max_length // 2, max_length]}."
+                f"length_buckets={[longest // 4, longest // 2, longest]}."
             )
         longest = batch_lengths(train_lengths, batch_size, train_sampling_strategy)
         return sorted({*percentile_buckets(longest, length_buckets[0], max_length), max_length})

@@ -52,7 +52,8 @@ def without_added(
     if isinstance(labels, tuple):
         labels = tuple(_cut(value, added_columns.get(name)) for name, value in zip(label_names, labels, strict=True))
     elif labels is not None:
-        labels = _cut(labels, added_columns.get(label_names[0]))
+        # DPO and KTO give `input_ids` as labels.
+        labels = _cut(labels, added_columns.get(label_names[0], added_columns.get("input_ids")))
     # Logits have the columns of the labels: a decoder may have its own.
     of_logits = added_columns.get(label_names[0]) if label_names else None
     if isinstance(predictions, (list, tuple)):
