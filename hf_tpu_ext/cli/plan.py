@@ -63,8 +63,8 @@ _SEARCHED = ("rematerialization", "mesh", "per_device_train_batch_size")
 _MAY_BE_SEARCHED = (*_SEARCHED, "attention")
 _NEEDS = (
     "A plan needs the model's configuration and tokenizer: a directory with its config.json and a tokenizer will do "
-    "(--model_name_or_path DIRECTORY). To put a small one there: hf-tpu prepare tiny --output_dir tiny; cp tiny/model/tok* DIRECTORY. "
-    "The data can be left out: --seq_lengths 1024"
+    "(--model_name_or_path DIRECTORY). To put a small one there: hf-tpu prepare tiny --output_dir tiny; cp tiny/model/tok* "
+    "tiny/model/chat* DIRECTORY. The data can be left out: --seq_lengths 1024"
 )
 # These say on what a run is, and that is what --topology says.
 _OF_THE_MACHINE = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "HF_TPU_EXT_BACKEND", "TPU_NUM_DEVICES", "TPU_VISIBLE_CHIPS")

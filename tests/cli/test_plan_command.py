@@ -197,7 +197,7 @@ BAD_INPUT = {
     ),
     "tokenizer": (
         ["--seq_lengths", "64", "--model_name_or_path", "{prepared}/tokenless"],
-        ["tokenless", "hf-tpu prepare tiny --output_dir tiny; cp tiny/model/tok* DIRECTORY"],
+        ["tokenless", "hf-tpu prepare tiny --output_dir tiny; cp tiny/model/tok* tiny/model/chat* DIRECTORY"],
     ),
 }
 # A plan changes what its process trains on, so that this is another one; and one for all, since it takes seconds to start.
