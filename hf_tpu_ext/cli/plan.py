@@ -262,7 +262,7 @@ def _takes_images(recipe: Recipe) -> bool:
 
 def _with_synthetic_images(recipe: Recipe, command: str, directory: Path, lengths: list[int]) -> Recipe:
     """
-    The recipe with a dataset of a row with an image, in whose columns [`~hf_tpu_ext.trainers.run.images.synthetic_rows`] makes those of
+    The recipe with a dataset of a row with an image, in whose columns [`~hf_tpu_ext.trainers.run.images.ImagesMixin.synthetic_rows`] makes those of
     each length.
     """
     import datasets

@@ -148,10 +148,10 @@ class StopAfter(TrainerCallback):
 def pretend(version=None, disk_full=False, largest_file=None):
     """Make this host another machine than the others: with another version of a package, or a full disk."""
     if version is not None:
-        from hf_tpu_ext.trainers.run import facts
+        from hf_tpu_ext.trainers.run import status
 
-        find = facts.version
-        facts.version = lambda name: "0.0.0" if name == version else find(name)
+        find = status.version
+        status.version = lambda name: "0.0.0" if name == version else find(name)
     if disk_full:
         saving.seal = fail_for_space
     if largest_file is not None:

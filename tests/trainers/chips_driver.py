@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainerCallba
 
 from hf_tpu_ext import TPUSFTConfig
 from hf_tpu_ext.distillation import fused_head
-from hf_tpu_ext.layers import chunked_head, row_blocks, sliced_attention
+from hf_tpu_ext.layers import chunked_head, layer_loop, sliced_attention
 
 
 def shards_of(tensor):
@@ -176,7 +176,7 @@ if __name__ == "__main__":
     # is to bear.
     fused_head._CHUNK_ELEMENTS = 32 * 259
     sliced_attention.SLICE_ELEMENTS = 1024
-    row_blocks._BLOCK_TOKENS = 40
+    layer_loop._BLOCK_TOKENS = 40
     chunked_head._TILE_ELEMENTS, chunked_head._LEAST_SLICE = 32 * 259, 64
     with open(spec_file) as file:
         spec = json.load(file)
