@@ -23,6 +23,7 @@ from trl import SFTTrainer
 
 from hf_tpu_ext import TPUTrainer, TPUTrainingArguments
 from hf_tpu_ext.trainers.run import evaluation
+from hf_tpu_ext.trainers.run.predictions import without_added
 
 
 CHIPS = int(os.environ.get("CPU_NUM_DEVICES", "1"))
@@ -86,6 +87,13 @@ def test_logits_come_back_in_float32(runs):
     trainer = runs.ours(train=False, bf16=True, kwargs={"compute_metrics": lambda prediction: {}})
     predictions = trainer.predict(trainer.eval_dataset).predictions
     assert predictions.dtype == np.float32 and predictions.shape == (10, predictions.shape[1], 259)
+
+
+def test_columns_of_a_decoder_are_its_own():
+    """Labels were collated to the length that the input was padded to: nothing was added to them, nor to logits."""
+    logits, states, labels = torch.zeros(2, 8, 3), torch.zeros(2, 8, 5), torch.zeros(2, 8)
+    cut = without_added((logits, states), labels, {"input_ids": (6, 8), "labels": (8, 8)}, ["labels"], are_text=False)
+    assert cut[0][0].shape == (2, 8, 3) and cut[0][1].shape == (2, 6, 5) and cut[1].shape == (2, 8)
 
 
 def test_prediction_is_one_program(runs):

@@ -21,7 +21,7 @@ from ...layers.random_numbers import RandomNumbers
 from ...step.metrics import DeviceSums
 from ...step.running_code import is_known
 from ...temporarily import temporarily
-from .predictions import find_added, without_added, write_predictions
+from .predictions import find_columns, without_added, write_predictions
 from .programs import SentBatch
 from .text import TextGeneration
 from .user_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, computes_loss_by_itself, owner_of
@@ -140,15 +140,15 @@ class CompiledEvaluation:
     def _predict(self, model, inputs, ignore_keys, **kwargs) -> tuple[Any, int, int, int, dict]:
         """
         What upstream predicts of a batch, on the device; how often its loss counts, its rows, the rows that were computed, and
-        columns that were added.
+        the columns of its keys.
         """
         trace = partial(self._trace_prediction, model, **kwargs)
         result = self._compute_batch(PREDICTION_STEP, inputs, trace, ignore_keys=ignore_keys)
-        computed_rows, added_columns = count_rows(self.batch_under_way), find_added(inputs, self.batch_under_way)
+        computed_rows, columns = count_rows(self.batch_under_way), find_columns(inputs, self.batch_under_way)
         if self.predicted_text is not None:
             token_ids = write_predictions(self.predicted_text, inputs, self.args)
-            result, added_columns = (result[0], token_ids, as_collated(inputs)["labels"]), {}
-        return result, self._times_counted(inputs), find_batch_size(inputs), computed_rows, added_columns
+            result, columns = (result[0], token_ids, as_collated(inputs)["labels"]), {}
+        return result, self._times_counted(inputs), find_batch_size(inputs), computed_rows, columns
 
     def _trace_prediction(self, model, inputs, ignore_keys, **kwargs) -> tuple[Any, Any, Any]:
         with self.copies.not_made(), self._loss_in_prediction(inputs):
@@ -175,9 +175,9 @@ class CompiledEvaluation:
         # There the rows and columns that completed a batch are cut off.
         results, read = self.backend.fetch([result for result, *_ in predictions]), []
         are_text = bool(vars(self.args).get("predict_with_generate"))
-        for result, (_, times, rows, computed_rows, added_columns) in zip(results, predictions, strict=True):
+        for result, (_, times, rows, computed_rows, columns) in zip(results, predictions, strict=True):
             loss, logits, labels = (_first_rows(value, rows, computed_rows) for value in result)
-            read.append((times, (loss, *without_added(logits, labels, added_columns, self.label_names, are_text))))
+            read.append((times, (loss, *without_added(logits, labels, columns, self.label_names, are_text))))
         return read
 
     def predict(self, test_dataset, ignore_keys=None, metric_key_prefix="test", **kwargs):

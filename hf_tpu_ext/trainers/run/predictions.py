@@ -22,63 +22,70 @@ logger = logging.get_logger(__name__)
 _NOTHING = -100
 
 
-def find_added(inputs: Mapping[str, Any], device_batch: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """How many columns the keys of a batch had when it was collated, and how many they had on the device, if more."""
-    columns = {
+def find_columns(inputs: Mapping[str, Any], device_batch: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """How many columns the keys of a batch had when it was collated, and how many they had on the device."""
+    return {
         key: (value.shape[1], device_batch[key].shape[1])
         for key, value in as_collated(inputs).items()
         if isinstance(value, torch.Tensor) and value.ndim > 1 and key in device_batch
     }
-    return {key: (before, after) for key, (before, after) in columns.items() if before < after}
 
 
 def without_added(
     predictions: Any,
     labels: Any,
-    added_columns: Mapping[str, tuple[int, int]],
+    columns: Mapping[str, tuple[int, int]],
     label_names: Sequence[str],
     are_text: bool,
 ) -> tuple[Any, Any]:
     """
-    Predictions and labels of a batch, as upstream's `prediction_step` returns them, without the columns that [`find_added`]
-    has found. Values with a column less than the batch, such as those that are shifted, lose as many. Predictions that
+    Predictions and labels of a batch, as upstream's `prediction_step` returns them, without the columns that were added, see
+    [`find_columns`]. Values with a column less than the batch, such as those that are shifted, lose as many. Predictions that
     `are_text` have columns of their own, and `Seq2SeqTrainer` gives labels at least as many.
     """
-    if not added_columns:
+    if all(before == after for before, after in columns.values()):
         return predictions, labels
+    of_labels = columns.get(label_names[0]) if label_names else None
     if are_text:
-        before, after = added_columns.get(label_names[0], (0, 0))
+        before, after = of_labels or (0, 0)
         return predictions, _cut(labels, (max(before, min(predictions.shape[1], after)), after))
     if isinstance(labels, tuple):
-        labels = tuple(_cut(value, added_columns.get(name)) for name, value in zip(label_names, labels, strict=True))
-    elif labels is not None:
-        # DPO and KTO give `input_ids` as labels.
-        labels = _cut(labels, added_columns.get(label_names[0], added_columns.get("input_ids")))
-    # Logits have the columns of the labels: a decoder may have its own.
-    of_logits = added_columns.get(label_names[0]) if label_names else None
+        labels = tuple(_cut(value, columns.get(name)) for name, value in zip(label_names, labels, strict=True))
+    else:
+        # DPO and KTO, whose batches have no labels, give `input_ids` as such.
+        labels = _cut(labels, of_labels or columns.get("input_ids"))
     if isinstance(predictions, (list, tuple)):
-        others = (_cut_states(value, added_columns) for value in predictions[1:])
-        first = (
-            _cut(value, of_logits) if of_logits else _cut_states(value, added_columns) for value in predictions[:1]
-        )
+        first = (_cut_logits(value, of_labels, columns) for value in predictions[:1])
+        others = (_cut_states(value, columns) for value in predictions[1:])
         return type(predictions)([*first, *others]), labels
-    return _cut(predictions, of_logits) if of_logits else _cut_states(predictions, added_columns), labels
+    return _cut_logits(predictions, of_labels, columns), labels
 
 
-def _cut_states(value: Any, added_columns: Mapping[str, tuple[int, int]]) -> Any:
+def _cut_logits(value: Any, of_labels: tuple[int, int] | None, columns: Mapping[str, tuple[int, int]]) -> Any:
+    """Logits have the columns of the labels, if those have any: a decoder may have its own."""
+    return _cut(value, of_labels) if _has_columns(value, of_labels) else _cut_states(value, columns)
+
+
+def _cut_states(value: Any, columns: Mapping[str, tuple[int, int]]) -> Any:
     """A value for each token of the input, such as hidden states, or several of them. Classes of a row may be as many."""
     if isinstance(value, (list, tuple)):
-        return type(value)(_cut_states(part, added_columns) for part in value)
+        return type(value)(_cut_states(part, columns) for part in value)
     is_of_tokens = isinstance(value, torch.Tensor) and value.ndim > 2
-    return _cut(value, added_columns.get("input_ids")) if is_of_tokens else value
+    return _cut(value, columns.get("input_ids")) if is_of_tokens else value
 
 
 def _cut(value: Any, columns: tuple[int, int] | None) -> Any:
-    if columns is None or not isinstance(value, torch.Tensor) or value.ndim < 2:
+    if not _has_columns(value, columns):
         return value
     before, after = columns
-    is_of_tokens = after - 1 <= value.shape[1] <= after
-    return value[:, : value.shape[1] - (after - before)] if is_of_tokens else value
+    return value[:, : value.shape[1] - (after - before)]
+
+
+def _has_columns(value: Any, columns: tuple[int, int] | None) -> bool:
+    """Whether a value has a column for each of a key on the device, or one less."""
+    if columns is None or not isinstance(value, torch.Tensor) or value.ndim < 2:
+        return False
+    return columns[1] - 1 <= value.shape[1] <= columns[1]
 
 
 def check_predicted_text(args: PredictedTextArguments, model: nn.Module, has_metrics: bool) -> None:
