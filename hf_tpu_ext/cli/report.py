@@ -1,4 +1,4 @@
-"""`hf-tpu report`: make the report of a run again, or compare several."""
+"""`hf-tpu report`: make the report of a run again, or compare several, runs or plans."""
 
 import argparse
 from pathlib import Path
@@ -8,12 +8,14 @@ def add_parser(commands) -> None:
     """Register the `report` subcommand."""
     parser = commands.add_parser(
         "report",
-        help="report on a run, or compare several",
+        help="report on a run, or compare several runs or plans",
         description="Make report.html and report.md of a run from the record in its output directory, also while it is "
         "running or after it was killed. Of several runs, make comparison.html and comparison.md in the current directory: "
-        "their curves, and what differs in their recipes and results.",
+        "their curves, and what differs in their recipes and results; of several plans (`hf-tpu plan --json FILE`), what each expects.",
     )
-    parser.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="output_dir of a run")
+    parser.add_argument(
+        "run_dirs", nargs="+", metavar="RUN_DIR", help="output_dir of a run; or several files of plans"
+    )
     parser.add_argument("--output_dir", type=Path, help="where to write the report; created if missing")
     parser.add_argument("--prices", type=Path, help="prices per chip-hour, instead of list prices (see `hf-tpu plan`)")
     parser.add_argument(

@@ -1,28 +1,30 @@
-"""What the report of several runs says."""
+"""What the report of several runs says, or of several plans."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..formatting import format_seconds
+from ..formatting import format_bytes, format_seconds
 from ..hardware.prices import Price
 from .figures import HOW_TO_DRAW, can_draw, draw_curves, draw_shares
 from .metrics import RESULTS
 from .parts import Report, Section, Table
+from .planned import expected_figures, format_span
 from .record import Run, points
 from .sections import begin_time, compilations_of, datasets_of, headline, notes_on, time_in_phases, time_of_step
 
 
 def compare_runs(runs: Sequence[Run], prices: Mapping[str, Price]) -> Report:
     """Put together how runs differ, with prices by kind of chip."""
+    names = [run.name for run in runs]
     section = Section("Training", [] if can_draw() else [f"{HOW_TO_DRAW} again."])
     if can_draw():
-        for title, names in {
+        for title, keys in {
             **RESULTS,
             "gradient norm": ("grad_norm",),
             "learning rate": ("learning_rate",),
             "tokens per second": ("tokens_per_second",),
         }.items():
-            curves = {run.name: values for run in runs if (values := run.values_of(names))}
+            curves = {run.name: values for run in runs if (values := run.values_of(keys))}
             if curves:
                 section.figures.append(draw_curves(title.capitalize(), curves))
         by_minutes = {run.name: [(at / 60, loss) for at, loss in points(run.logs, "loss", "at")] for run in runs}
@@ -42,39 +44,61 @@ def compare_runs(runs: Sequence[Run], prices: Mapping[str, Price]) -> Report:
         for run in runs
     ]
     of_step = [{name: format_seconds(seconds) for name, seconds in time_of_step(run).items()} for run in runs]
-    speed = _beside("Mean time of a step", runs, _rows(of_step))
+    speed = _beside("Mean time of a step", names, _rows(of_step))
     if can_draw() and all(map(time_in_phases, runs)):
         speed.figures.append(draw_shares("Where the time went", {run.name: time_in_phases(run) for run in runs}))
     recipes = _rows([run.begin["arguments"] for run in runs])
-    differences = _beside("Differences of the recipes", runs, [row for row in recipes if len(set(row[1:])) > 1])
+    differences = _beside("Differences of the recipes", names, [row for row in recipes if len(set(row[1:])) > 1])
     if not differences.tables:
         differences.lines.append("None.")
     sections = [
         Section("Notes", [f"{run.name}: {note}" for run in runs for note in notes_on(run)]),
-        _beside("Results", runs, _rows([headline(run, prices) for run in runs])),
+        _beside("Results", names, _rows([headline(run, prices) for run in runs])),
         section,
         _samples(runs),
         speed,
-        _beside("Compilations", runs, _rows([compilations_of(run) for run in runs])),
+        _beside("Compilations", names, _rows([compilations_of(run) for run in runs])),
         differences,
-        _beside("Runs", runs, _rows(others)),
+        _beside("Runs", names, _rows(others)),
     ]
-    return Report(f"{len(runs)} runs", ", ".join(run.name for run in runs), {}, sections)
+    return Report(f"{len(runs)} runs", ", ".join(names), {}, sections)
+
+
+def compare_plans(names: Sequence[str], plans: Sequence[Mapping[str, Any]]) -> Report:
+    """Put together how plans differ, see [`~hf_tpu_ext.report.planned.read_plan`]; each has a name."""
+    expected = [
+        {
+            "on": plan["topology"]["name"],
+            "fits": {True: "yes", False: "no", None: "unknown"}[plan["derived"]["fits"]],
+            **expected_figures(plan),
+            "time of the run": format_span(plan["derived"]["run_seconds"], format_seconds),
+            "cost of the run": format_span(plan["derived"]["run_dollars"], "${:,.2f}".format),
+        }
+        for plan in plans
+    ]
+    parts = [{name: format_bytes(size) for name, size in (plan["derived"]["parts"] or {}).items()} for plan in plans]
+    sections = [
+        _beside("Expected, for the longest batch", names, _rows(expected)),
+        _beside("Peak HBM per chip", names, _rows(parts)),
+        _beside("Settings", names, _rows([plan["facts"] for plan in plans])),
+    ]
+    return Report(f"{len(plans)} plans", ", ".join(names), {}, sections)
 
 
 def _samples(runs: Sequence[Run]) -> Section:
     """What each run answers after training, to the prompts that all were shown."""
     answers = [{sample["prompt"]: sample["after"] for sample in run.samples if "after" in sample} for run in runs]
     shared = [prompt for prompt in answers[0] if all(prompt in of_run for of_run in answers)]
-    return _beside("Samples", runs, [[prompt, *(of_run[prompt] for of_run in answers)] for prompt in shared], "prompt")
+    rows = [[prompt, *(of_run[prompt] for of_run in answers)] for prompt in shared]
+    return _beside("Samples", [run.name for run in runs], rows, "prompt")
 
 
-def _beside(title: str, runs: Sequence[Run], rows: list[list[str]], what: str = "") -> Section:
-    """A section with a table that has a column for each run, if it has rows."""
-    return Section(title, tables=[Table([what, *(run.name for run in runs)], rows)] if rows else [])
+def _beside(title: str, names: Sequence[str], rows: list[list[str]], what: str = "") -> Section:
+    """A section with a table that has a column for each run or plan, if it has rows."""
+    return Section(title, tables=[Table([what, *names], rows)] if rows else [])
 
 
 def _rows(values: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Rows of a table: names, and the value that each run has."""
-    names = dict.fromkeys(name for of_run in values for name in of_run)
-    return [[name, *(str(of_run.get(name, "")) for of_run in values)] for name in names]
+    """Rows of a table: names, and the value that each run or plan has."""
+    names = dict.fromkeys(name for of_one in values for name in of_one)
+    return [[name, *(str(of_one.get(name, "")) for of_one in values)] for name in names]

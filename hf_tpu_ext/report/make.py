@@ -1,4 +1,4 @@
-"""Making the report of a run, or of several."""
+"""Making the report of a run, or of several; of several plans, too."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from ..atomic_write import write_atomically
 from ..errors import UserError
 from ..hardware.prices import PRICES, read_prices
-from .comparison import compare_runs
+from .comparison import compare_plans, compare_runs
 from .planned import compare_if_planned, compare_with_plan, read_plan
 from .record import read_run
 from .sections import describe_run, headline
@@ -39,10 +39,10 @@ def make_report(
     plan: str | Path | None = None,
 ) -> Path:
     """
-    Write the report of a run, or how several differ.
+    Write the report of a run, or how several differ, runs or plans.
 
     Args:
-        directories (`Sequence[str | Path]`): Output directories of the runs.
+        directories (`Sequence[str | Path]`): Output directories of the runs, or files of plans, see [`read_plan`].
         output_dir (`str` or `Path`, *optional*):
             Where to write it, by default the directory of the run; for several the current directory. It is made if need be.
         prices (`str` or `Path`, *optional*): File of prices, see [`read_prices`].
@@ -61,19 +61,27 @@ def make_report(
             f"--plan {plan} belongs to one run, but {len(directories)} runs are compared. Report that run by itself: "
             f"hf-tpu report {shlex.join([str(directories[0]), '--plan', str(plan)])}"
         )
-    runs = [read_run(directory) for directory in directories]
+    files = [path for path in directories if os.path.isfile(path)]
+    if files and (len(directories) == 1 or len(files) < len(directories)):
+        raise UserError(
+            f"{files[0]} is a file, and not the directory of a run. A plan is shown beside its run, or beside other plans: "
+            f"hf-tpu report RUN_DIR --plan {shlex.quote(str(files[0]))}, or hf-tpu report FILE FILE"
+        )
     price_by_chip = read_prices(prices)
-    if len(runs) == 1:
+    runs = [] if files else [read_run(directory) for directory in directories]
+    if files:
+        report, name = compare_plans([*map(str, files)], [*map(read_plan, files)]), "comparison"
+    elif len(runs) == 1:
         plan_section = (
             compare_if_planned(runs[0], directories[0])
             if plan is None
             else compare_with_plan(runs[0], read_plan(plan))
         )
         report, name = describe_run(runs[0], price_by_chip, plan_section), "report"
-        output_dir = directories[0] if output_dir is None else output_dir
     else:
         report, name = compare_runs(runs, price_by_chip), "comparison"
-        output_dir = "." if output_dir is None else output_dir
+    if output_dir is None:
+        output_dir = directories[0] if name == "report" else "."
     page = Path(output_dir, f"{name}.html")
     texts = {
         path: _TEMPLATES.get_template(f"report{path.suffix}").render(report=report, generator=_GENERATOR)

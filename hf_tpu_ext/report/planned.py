@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from .record import Run
 PLAN_NAME = "plan.json"
 _TITLE = "Planned and measured"
 _NEEDED = {"derived", "facts", "programs", "token_share", "topology"}
-_NEEDED_DERIVED = {"mfu", "peak_bytes", "step", "tokens_per_second"}
+_NEEDED_DERIVED = {"fits", "mfu", "parts", "peak_bytes", "run_dollars", "run_seconds", "step", "tokens_per_second"}
 
 
 def read_plan(path: str | Path) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def compare_with_plan(run: Run, plan: Mapping[str, Any]) -> Section:
     Put what was planned, see [`read_plan`], beside what a run measured, in a table. What either does not know is left
     empty. Where the plan is of another model or other chips, a line says so, and there is no table.
     """
-    estimates, chip, backend = plan["derived"], plan["topology"]["chip"], run.begin["backend"]
+    chip, backend = plan["topology"]["chip"], run.begin["backend"]
     model, chips = run.begin["model"], math.prod(plan["topology"]["layout"])
     section = Section(
         _TITLE,
@@ -81,33 +81,55 @@ def compare_with_plan(run: Run, plan: Mapping[str, Any]) -> Section:
     memory, seconds = run.peak_memory, run.middle("step_time")
     rate, utilization = run.middle("padded_tokens_per_second"), run.middle("mfu")
     tokens, all_tokens = (sum(counts[index] for counts in run.batches.values()) for index in (1, 2))
-    step, mfu, share = estimates["step"], estimates["mfu"], plan["token_share"]
-    planned_step = "" if step is None else " to ".join(dict.fromkeys(map(format_seconds, step["seconds"])))
-    rows = [
-        _row("peak HBM per chip", estimates["peak_bytes"], memory, format_bytes),
-        ["optimizer step", planned_step, "" if seconds is None else format_seconds(seconds)],
-        _row(
-            "tokens/s/chip, with padding",
-            estimates["tokens_per_second"],
-            rate and rate / backend["chips"],
-            format_number,
-        ),
-        _row("MFU, with padding", mfu, utilization, _percent),
-        _row(
-            "MFU, without padding",
-            mfu and share and mfu * share,
-            utilization and utilization * tokens / all_tokens,
-            _percent,
-        ),
-        ["graphs", str(len(plan["programs"])), str(len(run.programs))],
-    ]
+    measured = _figures(
+        memory,
+        seconds and (seconds,),
+        rate and rate / backend["chips"],
+        utilization,
+        utilization and utilization * tokens / all_tokens,
+        run.programs,
+    )
+    rows = [[name, planned, measured[name]] for name, planned in expected_figures(plan).items()]
     section.tables.append(Table(["", "planned, for the longest batch", "measured, at the median"], rows))
     return section
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g} %"
+def expected_figures(plan: Mapping[str, Any]) -> dict[str, str]:
+    """What a plan expects, by what it is. What it does not know is empty."""
+    estimates, share = plan["derived"], plan["token_share"]
+    step, mfu = estimates["step"], estimates["mfu"]
+    return _figures(
+        estimates["peak_bytes"],
+        step and step["seconds"],
+        estimates["tokens_per_second"],
+        mfu,
+        mfu and share and mfu * share,
+        plan["programs"],
+    )
 
 
-def _row(name: str, plan_value: float | None, run_value: float | None, words: Callable) -> list[str]:
-    return [name, *("" if value is None else words(value) for value in (plan_value, run_value))]
+def _figures(
+    memory: int | None,
+    seconds: Sequence[float] | None,
+    rate: float | None,
+    mfu: float | None,
+    mfu_without_padding: float | None,
+    programs: Sequence[Any],
+) -> dict[str, str]:
+    return {
+        "peak HBM per chip": "" if memory is None else format_bytes(memory),
+        "optimizer step": format_span(seconds, format_seconds),
+        "tokens/s/chip, with padding": "" if rate is None else format_number(rate),
+        "MFU, with padding": _percent(mfu),
+        "MFU, without padding": _percent(mfu_without_padding),
+        "graphs": str(len(programs)),
+    }
+
+
+def format_span(ends: Sequence[float] | None, words: Callable[[float], str]) -> str:
+    """The ends of a range, or the one that they are; nothing, where they are not known."""
+    return " to ".join(dict.fromkeys(map(words, ends or ())))
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.3g} %"

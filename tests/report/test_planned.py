@@ -121,6 +121,33 @@ def test_a_file_that_is_no_plan(write_run, tmp_path, capsys, text):
     assert "hf-tpu plan --json" in capsys.readouterr().err
 
 
+def test_plans_beside_each_other(write_plan, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused = CompiledProgram("training step", (32, 1024), 1.0, error="RESOURCE_EXHAUSTED")
+    first, second = write_plan(tmp_path / "a.json"), write_plan(tmp_path / "b.json", "v6e-4", [refused])
+    assert main(["report", first.name, second.name]) == 0
+    assert capsys.readouterr().out.split() == ["comparison.html", "comparison.md"]
+    text = (tmp_path / "comparison.md").read_text()
+    for row in (
+        "|  | a.json | b.json |",
+        "| on | v5e-8 | v6e-4 |",
+        "| fits | yes | no |",
+        "| peak HBM per chip | 2.50 GB |  |",
+        "| optimizer step | 200 ms |  |",
+        "| time of the run | 8 s |  |",
+        "| weights | 2.00 GB |  |",
+        "| model | qwen3, 606 M parameters | qwen3, 606 M parameters |",
+    ):
+        assert row in text, text
+
+
+def test_a_plan_where_a_run_is_expected(write_run, write_plan, tmp_path, capsys):
+    run, plan = write_run(tmp_path / "run"), write_plan(tmp_path / "a.json")
+    for paths in ([plan], [run, plan]):
+        assert main(["report", *map(str, paths)]) == 2
+        assert f"hf-tpu report RUN_DIR --plan {plan}, or hf-tpu report FILE FILE" in capsys.readouterr().err
+
+
 def test_bad_questions(write_run, tmp_path, capsys):
     first, second = (str(write_run(tmp_path / name)) for name in ("a", "b"))
     assert main(["report", first, second, "--plan", "plan.json"]) == 2
