@@ -104,10 +104,16 @@ class _Stopped(KeyboardInterrupt):
         super().__init__("Ctrl-C" if self.signal == signal.SIGINT else self.signal.name)
 
 
+class _Stop(Event):
+    """Is set when a signal tells the command to stop, for compilers to end. `during` is what happens meanwhile, as a clause."""
+
+    during = "its recipe was read"
+
+
 @contextmanager
-def _stoppable() -> Iterator[Event]:
-    """Within this context, Ctrl-C and SIGTERM raise [`_Stopped`]. The event is set then, for compilers to end."""
-    stop = Event()
+def _stoppable() -> Iterator[_Stop]:
+    """Within this context, Ctrl-C and SIGTERM raise [`_Stopped`], and set the event."""
+    stop = _Stop()
 
     def end(number: int, frame: FrameType | None) -> None:
         stop.set()
@@ -126,14 +132,15 @@ def run(argv: list[str]) -> int:
     Plan a recipe, and return the exit status: `0` if it fits, `1` if it does not, `3` if that could not be told, and 128 more than
     the number of the signal that stopped it.
     """
-    try:
-        return _run(argv)
-    except _Stopped as stopped:
-        print(f"The plan was stopped by {stopped} before its graphs were compiled: nothing is known.", file=sys.stderr)
-        return 128 + stopped.signal
+    with _stoppable() as stop:
+        try:
+            return _run(argv, stop)
+        except _Stopped as stopped:
+            print(f"The plan was stopped by {stopped} while {stop.during}. No plan was written.", file=sys.stderr)
+            return 128 + stopped.signal
 
 
-def _run(argv: list[str]) -> int:
+def _run(argv: list[str], stop: _Stop) -> int:
     command, title, rest = take_command("plan", argv)
     options, rest = _options(rest)
 
@@ -162,7 +169,7 @@ def _run(argv: list[str]) -> int:
     hosts = topology.hosts if topology.num_hosts > 1 else ()
     backend = select_tracing(topology.num_chips, hosts, topology.chip)
     recipe.command_line["backend"] = backend.name
-    with tempfile.TemporaryDirectory() as directory, json_output(options.json) as write_json, _stoppable() as stop:
+    with tempfile.TemporaryDirectory() as directory, json_output(options.json) as write_json:
         if options.seq_lengths:
             recipe = _with_synthetic_rows(recipe, command, Path(directory), options.seq_lengths)
         elif "dataset_name" not in recipe and "datasets" not in recipe and not recipe.asks_for_help:
@@ -172,6 +179,7 @@ def _run(argv: list[str]) -> int:
             )
 
         def trace(changes: dict[str, str]):
+            stop.during = "its data were read and its graphs traced"
             variant = replace(recipe, command_line=recipe.command_line | changes)
             try:
                 programs, facts = trace_run(
@@ -185,6 +193,7 @@ def _run(argv: list[str]) -> int:
             return programs, facts
 
         def compiler_of(programs, facts):
+            stop.during = f"its graphs were compiled for {topology.name}"
             name = recipe.path or "the command line"
             return partial(make_plan, name, topology, programs, facts, options.prices or PRICES, stop=stop)
 

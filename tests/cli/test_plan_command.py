@@ -296,3 +296,20 @@ def test_a_search_that_is_stopped_leaves_what_is_known(prepared, tmp_path, numbe
     assert "Pareto front of the variants tried" in printed
     planned = json.loads((tmp_path / "json").read_text())
     assert [trial["settings"]["rematerialization"] for trial in planned["trials"]] == ["full"]
+
+
+def test_a_plan_that_is_stopped_says_what_it_did(prepared, tmp_path):
+    command = [sys.executable, "-m", "hf_tpu_ext.cli.main", "plan", "--model_name_or_path", prepared / "model"]
+    command += ["--output_dir", tmp_path / "run", "--seq_lengths", "64", "--json", tmp_path / "plan.json"]
+    with forked.Popen(command, stderr=subprocess.PIPE, text=True) as plan:
+        printed = ""
+        while "compiling for" not in printed:
+            letter = plan.stderr.read(1)
+            assert letter, printed
+            printed += letter
+        plan.terminate()
+        printed += plan.stderr.read()
+        assert plan.wait() == 128 + signal.SIGTERM
+    last = "The plan was stopped by SIGTERM while its graphs were compiled for v5e-8. No plan was written.\n"
+    assert printed.endswith(last) and "Traceback" not in printed
+    assert not list(tmp_path.iterdir())
