@@ -64,8 +64,9 @@ _MAY_BE_SEARCHED = (*_SEARCHED, "attention")
 _NEEDS = (
     "A plan needs the model's configuration and tokenizer: a directory with its config.json and a tokenizer will do "
     "(--model_name_or_path DIRECTORY). To put a small one there: hf-tpu prepare tiny --output_dir tiny; cp tiny/model/tok* "
-    "tiny/model/chat* DIRECTORY. The data can be left out: --seq_lengths 1024"
+    "tiny/model/chat* DIRECTORY"
 )
+_NEEDS_NO_DATA = "The data can be left out: --seq_lengths 1024"
 # These say on what a run is, and that is what --topology says.
 _OF_THE_MACHINE = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "HF_TPU_EXT_BACKEND", "TPU_NUM_DEVICES", "TPU_VISIBLE_CHIPS")
 
@@ -150,7 +151,7 @@ def _run(argv: list[str], stop: _Stop) -> int:
     try:
         recipe = load_recipe(rest, SCRIPTS[command].tiny_data, reads_data=not options.seq_lengths)
     except NoSuchPath as error:
-        raise UserError(f"{error}\n{_NEEDS}") from error
+        raise UserError(f"{error}\n{_NEEDS_NO_DATA if error.is_data else _NEEDS}") from error
     for variable in _OF_THE_MACHINE:
         os.environ.pop(variable, None)
     # Programs are traced on the host. torch_xla warns, when it is imported, that it chooses by itself.
@@ -186,7 +187,8 @@ def _run(argv: list[str], stop: _Stop) -> int:
                     lambda adapt: SCRIPTS[command].train(variant, SCRIPTS[command].parser(title, DESCRIPTION), adapt)
                 )
             except OSError as error:
-                raise UserError(f"{error}\n{_NEEDS}") from error
+                needs = _NEEDS if options.seq_lengths else f"{_NEEDS}. {_NEEDS_NO_DATA}"
+                raise UserError(f"{error}\n{needs}") from error
             if options.seq_lengths:
                 # The rows are made up, so what they say of the data is not true.
                 facts = replace(facts, rows=None, token_share=None, token_waste=None, optimizer_steps=facts.max_steps)

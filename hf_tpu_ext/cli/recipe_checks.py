@@ -74,7 +74,9 @@ def refuse_unknown(
     for values, key in unknown:
         # `lora_rank` is meant for `lora_r`, although `local_rank` has more letters of it.
         beginnings = sorted((name for name in known_keys if "_" in name and key.startswith(name)), key=len)
-        close = beginnings[-1:] or difflib.get_close_matches(key, list(known_keys), n=1)
+        # `model` is meant for `model_name_or_path`, and not for `module`.
+        paths = [name for name in known_keys if name == f"{key}_name_or_path"]
+        close = beginnings[-1:] or paths or difflib.get_close_matches(key, list(known_keys), n=1)
         where = f"in {recipe.path}" if values is recipe.file else "on the command line"
         hint = f"Did you mean {close[0]!r}?" if close else f"`{f'{prog} --help'.strip()}` lists the keys."
         lines.append(f"unknown key {key!r} {where}. {hint}")
@@ -96,13 +98,17 @@ def _names() -> Iterator[str]:
 
 
 class NoSuchPath(UserError):
-    """A path in a recipe is not there, or not all that is needed of it."""
+    """Data, or a model, that a recipe names is not here, or not all that is needed of it."""
+
+    def __init__(self, message: str, is_data: bool):
+        super().__init__(message)
+        self.is_data = is_data
 
 
 def check_paths(recipe: Recipe, reads_data: bool = True) -> None:
     """
-    Refuse paths that are not there ([`NoSuchPath`]), that of the data only where the command `reads_data`. What may be a name on the
-    hub, and is close to one here, gets a line.
+    Refuse paths that are not there, that of the data only where the command `reads_data`: [`NoSuchPath`], but a plain `UserError` for
+    the path of a model, which says all. What may be a name on the hub, and is close to one here, gets a line.
     """
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     values = [(key, recipe.get(key)) for key in (_KEYS if reads_data else _KEYS[1:])]
@@ -113,18 +119,19 @@ def check_paths(recipe: Recipe, reads_data: bool = True) -> None:
         if key in _OF_DATA and isinstance(value, str) and os.path.isfile(value):
             _refuse_file(recipe, key, value)
         if key == "model_name_or_path" and isinstance(value, str) and (reason := why_no_tokenizer(value)) is not None:
-            raise NoSuchPath(f"{recipe.where(key)}: {reason}.")
+            raise NoSuchPath(f"{recipe.where(key)}: {reason}.", is_data=False)
         if not isinstance(value, str) or "://" in value or os.path.exists(value):
             continue
         what = "a path of datasets" if key == "datasets" else key
         message = f"{recipe.where(key)}: {what} is {value!r}, and there is no such file or directory in {os.getcwd()}, where paths begin."
         hint = hint_at_similar(value)
         if not may_be_on_hub(value):
-            raise NoSuchPath(message + hint)
+            raise NoSuchPath(message + hint, is_data=True) if key in _OF_DATA else UserError(message + hint)
         # A teacher whose cache is there is not loaded.
         if key != "kd_teacher" and "HF_HUB_OFFLINE" not in os.environ and not _is_cached(value) and not _reaches(hub):
             raise NoSuchPath(
-                f"{message} {hub} cannot be reached, and nothing of that name was loaded from it before.{hint}"
+                f"{message} {hub} cannot be reached, and nothing of that name was loaded from it before.{hint}",
+                key in _OF_DATA,
             )
         # `Qwen/Qwen3-0.6B-Base` may be on the hub, although there is a directory `Qwen/Qwen3-0.6B` here. Of a directory `chats` that is
         # gone, datasets would go on with the rows that it has kept.

@@ -191,6 +191,10 @@ BAD_INPUT = {
     "search": (["--seq_lengths", "64", "--search", "batch"], ["'batch'", "'rematerialization', 'mesh'"]),
     "data": (["--dataset_name", "/nowhere/rows.jsonl"], ["/nowhere", "--seq_lengths", "no such file or directory"]),
     "no_data": (["--dataset_name", "no-such/rows"], ["no-such/rows", "--seq_lengths"]),
+    "typo": (
+        ["--seq_lengths", "64", "--model_name_or_path", "{prepared}/modle"],
+        ["no such file or directory", "model'?\n(HF_TPU_EXT_TRACEBACK=1"],
+    ),
     "architectures": (
         ["--seq_lengths", "64", "--model_name_or_path", "{prepared}/nameless"],
         ['"architectures": ["', "config.json"],

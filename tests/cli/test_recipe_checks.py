@@ -16,7 +16,7 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
 from hf_tpu_ext import trainers
 from hf_tpu_ext.cli.recipe import Recipe
-from hf_tpu_ext.cli.recipe_checks import NoSuchPath, _names, check_keys, check_paths
+from hf_tpu_ext.cli.recipe_checks import NoSuchPath, _names, check_keys, check_paths, refuse_unknown
 from hf_tpu_ext.cli.recipe_parser import _launcher_actions
 from hf_tpu_ext.errors import UserError
 
@@ -39,6 +39,13 @@ def test_a_key_that_begins_as_a_known_one_is_taken_for_that():
     recipe = Recipe(command_line={"lora_rank": "8"})
     with pytest.raises(UserError, match="unknown key 'lora_rank' on the command line. Did you mean 'lora_r'?"):
         check_keys(recipe)
+
+
+def test_a_model_is_named_by_its_path():
+    recipe = Recipe(command_line={"model": "Qwen/Qwen3-0.6B"})
+    unknown = [(recipe.command_line, "model")]
+    message = refusal(refuse_unknown, recipe, unknown, ["module", "model_revision", "model_name_or_path"])
+    assert message == "unknown key 'model' on the command line. Did you mean 'model_name_or_path'?"
 
 
 CONFIGS = [vars(trainers)[name] for name in trainers.__all__ if name.endswith(("Config", "Arguments"))]
