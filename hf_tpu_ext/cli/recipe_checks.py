@@ -1,6 +1,6 @@
 """
-What cannot be right in a recipe is told at once: a typing error in a key before PyTorch and TRL are imported, which takes seconds; a
-path that is not there before the hub is asked for it, for the better part of a minute; a directory of a model without its tokenizer,
+What cannot be right in a recipe is told at once: a typing error in a key or a mesh, and a stream without an end, before PyTorch and
+TRL are imported, which takes seconds; a path that is not there before the hub is asked for it, for the better part of a minute; a directory of a model without its tokenizer,
 for which upstream makes one without words, or asks for packages.
 """
 
@@ -19,6 +19,7 @@ from urllib.request import getproxies
 
 from ..errors import UserError
 from ..hub_names import hint_at_similar, may_be_on_hub, why_no_tokenizer
+from ..sharding import parse_mesh
 from .recipe import Recipe
 
 
@@ -82,6 +83,22 @@ def refuse_unknown(
         lines.append(f"unknown key {key!r} {where}. {hint}")
     if lines:
         raise UserError("\n".join(lines))
+
+
+def check_mesh(recipe: Recipe) -> None:
+    """Refuse a mesh that is malformed (`ValueError`). What is no text is left to the parser, and what fits the chips to the trainer."""
+    if isinstance(mesh := recipe.get("mesh"), str):
+        parse_mesh(mesh)
+
+
+def check_end(recipe: Recipe) -> None:
+    """Refuse a stream to train on (`ValueError`) where no `max_steps` says when training ends."""
+    key = "streaming" if recipe.get("datasets") else "dataset_streaming"
+    if recipe.says_yes(key) and str(recipe.get("max_steps", -1)) in ("-1", "0"):
+        raise UserError(
+            f"{recipe.where(key)}: {key} needs max_steps, since the number of rows of a stream is not known. Set it, for example "
+            "--max_steps 1000"
+        )
 
 
 def _names() -> Iterator[str]:

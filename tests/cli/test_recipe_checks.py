@@ -16,14 +16,35 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
 from hf_tpu_ext import trainers
 from hf_tpu_ext.cli.recipe import Recipe
-from hf_tpu_ext.cli.recipe_checks import NoSuchPath, _names, check_keys, check_paths, refuse_unknown
+from hf_tpu_ext.cli.recipe_checks import (
+    NoSuchPath,
+    _names,
+    check_end,
+    check_keys,
+    check_mesh,
+    check_paths,
+    refuse_unknown,
+)
 from hf_tpu_ext.cli.recipe_parser import _launcher_actions
 from hf_tpu_ext.errors import UserError
 
 
-def test_typing_error_is_refused_before_heavy_imports(tmp_path):
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("learning_rat: 1e-4", "unknown key 'learning_rat' in {recipe}. Did you mean 'learning_rate'?"),
+        ("mesh: fdsp", "mesh='fdsp' has an unknown axis 'fdsp'. Axes: data, fsdp. Set mesh='data'"),
+        (
+            "dataset_streaming: yes",
+            "{recipe}: dataset_streaming needs max_steps, since the number of rows of a stream is not known. Set it, for example "
+            "--max_steps 1000",
+        ),
+        ("datasets: [{path: json}]\nstreaming: true\nmax_steps: -1", "{recipe}: streaming needs max_steps"),
+    ],
+)
+def test_is_refused_before_heavy_imports(tmp_path, text, words):
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("learning_rat: 1e-4\n")
+    recipe.write_text(f"{text}\n")
     program = (
         "import sys; from hf_tpu_ext.cli.main import main; status = main(sys.argv[1:]);"
         "print(status, sorted({'torch', 'transformers', 'datasets'} & sys.modules.keys()))"
@@ -32,7 +53,21 @@ def test_typing_error_is_refused_before_heavy_imports(tmp_path):
         [sys.executable, "-c", program, "sft", "--config", str(recipe)], capture_output=True, text=True, timeout=60
     )
     assert result.stdout == "2 []\n"
-    assert f"unknown key 'learning_rat' in {recipe}. Did you mean 'learning_rate'?" in result.stderr
+    assert words.format(recipe=recipe) in result.stderr
+
+
+def test_a_stream_with_an_end_is_taken():
+    streaming = {"dataset_name": "rows", "dataset_streaming": "true"}
+    check_end(Recipe(file=streaming, command_line={"max_steps": "20"}))
+    # TRL reads this key beside `datasets` only.
+    check_end(Recipe(file={"dataset_name": "rows", "streaming": "true"}))
+    with pytest.raises(UserError, match="command line: dataset_streaming needs max_steps"):
+        check_end(Recipe(command_line=streaming))
+
+
+def test_a_mesh_that_is_no_text_is_left_to_the_parser():
+    for mesh in (None, True, 8, {"data": 2}, "data=2,fsdp"):
+        check_mesh(Recipe(file={"mesh": mesh}))
 
 
 def test_a_key_that_begins_as_a_known_one_is_taken_for_that():

@@ -38,6 +38,7 @@ GPTQ = GPTQConfig(bits=4)
         (dict(length_buckets=[16, 64]), ["longer than `max_length`", "64 > 48", "max_length=64"]),
         (dict(length_buckets=[-16, 40]), ["-16", "length_buckets=["]),
         (dict(length_buckets=[4], streaming=True), ["length_buckets=4", "streaming", "length_buckets=[12, 24, 48]"]),
+        (dict(max_steps=-1, streaming=True), ["max_steps=-1", "a stream", "max_steps=1000"]),
         (dict(fp16=True), ["fp16=True", "bf16=True and fp16=False"]),
         (dict(optim="ademamix_8bit"), ["optim=ademamix_8bit", "adamw_torch", "adafactor"]),
         (dict(optim="lion_8bit"), ["optim=lion_8bit", "adamw_torch"]),

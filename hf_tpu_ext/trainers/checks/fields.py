@@ -9,9 +9,11 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import datasets
+import torch
 from peft import PeftModel
 from transformers import TrainingArguments
-from transformers.trainer_utils import IntervalStrategy
+from transformers.trainer_utils import IntervalStrategy, has_length
 from transformers.training_args import OptimizerNames
 from trl import DPOConfig, GRPOConfig, KTOConfig, SFTConfig
 
@@ -55,6 +57,15 @@ def _makes_optimizer(run: Run) -> bool:
 def _is_no_loss(config: type[TrainingArguments], value: list[str] | str, run: Run) -> bool:
     names = value if isinstance(value, list) else [value]
     return isinstance(run.args, config) and not run.overrides_loss and not set(names) <= set(LOSSES[config])
+
+
+def _has_no_end(max_steps: int, run: Run) -> bool:
+    dataset = run.trainer_kwargs.get("train_dataset")
+    return (
+        max_steps <= 0
+        and isinstance(dataset, (datasets.IterableDataset, torch.utils.data.IterableDataset))
+        and not has_length(dataset)
+    )
 
 
 def _is_no_length(max_length: int | None, run: Run) -> bool:
@@ -150,6 +161,13 @@ REFUSED_ANYWHERE = at(
         values="below 1",
         # Upstream takes a negative number for no steps at all.
         when=lambda value, run: _trains(run) and (value == 0 or (value < 0 and run.place.static_shapes)),
+    ),
+    refusal(
+        "max_steps",
+        "is no number of steps, and train_dataset is a stream, whose number of rows is not known. Set it to when training is to end, for "
+        "example max_steps=1000.",
+        values="below 1, with a stream",
+        when=_has_no_end,
     ),
     refusal(
         "learning_rate",
