@@ -148,6 +148,8 @@ class TRLScript:
         try:
             with (
                 temporarily(trl, **{self.trainer: trainer_cls}),
+                # The padding of the tiny data is not that of the recipe's.
+                temporarily(trainer_cls, tells_padding=recipe.smoke is None),
                 leaving_no_empty_dir(training_args.output_dir) if adapt_trainer is None else nullcontext(),
                 naming_broken_rows(script_args, dataset_args),
             ):

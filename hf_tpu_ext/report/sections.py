@@ -58,9 +58,9 @@ def headline(run: Run, prices: Mapping[str, Price]) -> dict[str, str]:
     numbers["steps"] = f"{run.steps:,} of {run.begin['max_steps']:,}"
     numbers["time"] = format_seconds(run.seconds)
     for name, key, words in (
-        ("tokens / s", "tokens_per_second", format_number),
+        ("median tokens / s", "tokens_per_second", format_number),
         ("median time of a step", "step_time", format_seconds),
-        ("MFU", "mfu", lambda share: f"{format_number(100 * share)} %"),
+        ("median MFU", "mfu", lambda share: f"{format_number(100 * share)} %"),
     ):
         if (middle := run.middle(key)) is not None:
             numbers[name] = words(middle)

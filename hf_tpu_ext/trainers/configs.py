@@ -9,6 +9,7 @@ from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from trl import SFTConfig
 
 from ..backends import BACKENDS, select_backend
+from ..callbacks.samples import ShowSamples
 from ..distillation.losses import KD_LOSSES
 from ..errors import UserError
 from ..layers.attention import ATTENTIONS
@@ -295,7 +296,8 @@ class TPUSFTConfig(ImageArguments, PredictedTextArguments, ExtensionArguments, S
     show_samples: int = field(
         default=0,
         metadata={
-            "help": "How many prompts of the evaluation set to generate from before and after training, printed side by side."
+            "help": "How many prompts of the evaluation set to generate from before and after training, at most "
+            f"{ShowSamples.max_new_tokens} tokens each, printed side by side."
         },
     )
     kd_teacher: str | None = field(

@@ -65,7 +65,7 @@ BY_DEFAULT = ("pretrain_tinystories",)
         for path in RECIPES
     ],
 )
-def test_recipe(recipe, tiny_of, tmp_path, monkeypatch):
+def test_recipe(recipe, tiny_of, tmp_path, monkeypatch, capsys):
     for name in yaml.safe_load(recipe.read_text()).get("env", {}):
         monkeypatch.setenv(name, os.environ.get(name, ""))  # what the recipe sets is taken back after the test
     upstream = {name: getattr(trl, name) for name in TRAINERS.values()}
@@ -75,6 +75,8 @@ def test_recipe(recipe, tiny_of, tmp_path, monkeypatch):
         assert main(["cache-teacher", *argv]) == 0
     assert main([command_of(recipe), *argv, "--output_dir", str(tmp_path)]) == 0
     check_run(tmp_path, sees=recipe.stem.startswith("sft_vlm"))
+    # It would be of the tiny data.
+    assert "of the tokens computed are padding" not in "".join(capsys.readouterr())
     assert {name: getattr(trl, name) for name in upstream} == upstream
 
 

@@ -32,9 +32,9 @@ def test_headline(write_run, tmp_path):
         "evaluation loss": "2 (step 40)",
         "steps": "40 of 40",
         "time": "1 h 0 min",
-        "tokens / s": "5,000",
+        "median tokens / s": "5,000",
         "median time of a step": "20 ms",
-        "MFU": "40 %",
+        "median MFU": "40 %",
         "padding": "29.0 %",
         "compilations": "1 in 2 s",
         "peak memory": "2.50 GB",
@@ -186,7 +186,7 @@ def test_what_is_not_known_is_left_out(write_run, tmp_path):
     device = {"name": "cpu", "device": "x86_64 CPU", "reason": "asked for", "chips": 1, "memory_per_chip": None}
     page = make_report([write_run(tmp_path / "run", backend=device)])
     numbers = headline(read_run(page.parent), read_prices())
-    assert "cost so far" not in numbers and "MFU" not in numbers
+    assert "cost so far" not in numbers and "median MFU" not in numbers
     assert "No price of x86_64 CPU is known" in page.read_text()
     # And in the words of the line at start.
     assert "on 1 device of x86_64 CPU" in page.read_text()

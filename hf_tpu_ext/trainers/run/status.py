@@ -65,6 +65,8 @@ class StatusMixin:
     status: StepStatus | None = None
     #: What is measured here and has a place in `state.log_history` upstream, too.
     timed_upstream: tuple[str, ...] = ()
+    #: Whether the start of a run says how much of its batches is padding, and what is better.
+    tells_padding = True
 
     def start_status(self) -> None:
         """Time the steps of the runs to come."""
@@ -188,8 +190,8 @@ class StatusMixin:
                     packing=vars(args).get("packing"),
                 )
                 facts.lengths = list(waste.pad_share_per_length)
-                facts.token_waste = waste.describe()
-                buckets = vars(args).get("length_buckets")
+                facts.token_waste = waste.describe() if self.tells_padding else None
+                buckets = vars(args).get("length_buckets") if self.tells_padding else None
                 if buckets and len(buckets) > 1 and (advice := waste.describe_unused(buckets)) is not None:
                     lines.append(advice)
                 facts.token_share = 1 - waste.pad_share
