@@ -250,6 +250,19 @@ def test_settings_of_our_own_that_do_nothing_on_xla_are_named(runs):
     assert not any(line.startswith("length_buckets") for line in runs.ours(**config).compiled.changes)
 
 
+def test_a_length_to_pad_to_does_nothing_on_eager_devices(tmp_path):
+    eager = Place(name="cpu", static_shapes=False)
+    settings = dict(use_cpu=True, bf16=False, report_to="none")
+    expected = "max_length=64 has no effect on cpu: batches are padded to their longest row"
+    assert expected in adapt(TPUTrainingArguments(str(tmp_path), max_length=64, **settings), eager).changes
+    # TRL cuts rows at it.
+    for args in (
+        TPUTrainingArguments(str(tmp_path), **settings),
+        TPUSFTConfig(str(tmp_path), max_length=64, **settings),
+    ):
+        assert not any("max_length" in line for line in adapt(args, eager).changes)
+
+
 def test_an_unknown_compile_step(tmp_path):
     refused(
         ["Unknown compile_step='stepp'", "auto, step, layers, off"],

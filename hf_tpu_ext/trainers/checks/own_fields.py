@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ..configs import PaddedArguments
 from .adaptations import ADAMW_NAMES
 from .answers import Row, Run, at, refusal, without_effect
 
@@ -17,6 +18,10 @@ def _is_on(value: Any, run: Run) -> bool:
 
 def _packs(run: Run) -> bool:
     return bool(run["packing"] if run["eval_packing"] is None else run["eval_packing"]) or bool(run["padding_free"])
+
+
+def _is_for_padding(max_length: int | None, run: Run) -> bool:
+    return max_length is not None and isinstance(run.args, PaddedArguments)
 
 
 def _compiles_itself(value: str, run: Run) -> bool:
@@ -76,6 +81,7 @@ OWN = (
         without_effect("step_replay", "steps run eagerly", when=is_set),
         without_effect("max_recompiles", "nothing is compiled"),
         without_effect("length_buckets", "batches are padded to their longest row"),
+        without_effect("max_length", "batches are padded to their longest row", when=_is_for_padding),
         without_effect(
             "max_prompt_length", "prompts of any length are taken, and padded to the longest of their batch"
         ),
