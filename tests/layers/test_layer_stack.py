@@ -105,7 +105,12 @@ def forward_and_backward(xla, model, policy=None, dtype=None):
     return loss, gradients, program
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
+DTYPES = pytest.mark.parametrize(
+    "dtype", [None, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=["float32", "bfloat16"]
+)
+
+
+@DTYPES
 @pytest.mark.parametrize("policy", ["none", "full", "dots"])
 def test_loss_and_gradients_are_those_of_the_layers(xla, load, policy, dtype):
     loss, gradients, _ = forward_and_backward(xla, load(), dtype=dtype)
@@ -206,7 +211,7 @@ def test_the_program_does_not_grow_with_depth(xla, load, policy):
     assert programs[0].count(" while(") == 2
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
+@DTYPES
 @pytest.mark.parametrize("policy", ["full", "dots"])
 def test_blocks_of_rows_give_the_same(xla, load, monkeypatch, policy, dtype):
     monkeypatch.setattr("hf_tpu_ext.layers.activation_checkpointing._LEAST_SUMMED", 8)
@@ -340,9 +345,7 @@ def test_the_patterns_leave_the_fewest_layers(kinds, patterns):
     assert found == patterns
 
 
-@pytest.mark.parametrize(
-    "dtype", [None, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=["float32", "bfloat16"]
-)
+@DTYPES
 @pytest.mark.parametrize("policy", ["none", "full", pytest.param("dots", marks=pytest.mark.slow)])
 def test_alternating_layers_are_a_loop_over_their_period(xla, load_alternating, policy, dtype):
     expected = forward_and_backward(xla, load_alternating(), dtype=dtype)

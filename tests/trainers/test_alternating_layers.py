@@ -99,6 +99,7 @@ def test_other_patterns_train_as_upstreams(runs, looped, same_logs, make, family
     same_logs(looped(make(family, **sizes), patterns, **config), runs.stock(model=make(family, **sizes), **config))
 
 
+@pytest.mark.slow
 def test_a_micro_step_is_one_execution(runs, make):
     trainer, steps = train_and_count(
         runs,

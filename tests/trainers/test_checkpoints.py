@@ -239,7 +239,7 @@ def test_an_optimizer_of_ones_own_is_saved_from_the_host(runs, xla):
 # ---- From one device to another ----
 
 
-@pytest.mark.parametrize("lora", [None, {}], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [pytest.param(None, id="full", marks=pytest.mark.slow), pytest.param({}, id="lora")])
 @pytest.mark.parametrize("optim", ["adamw_torch", pytest.param("adamw_torch_fused", marks=pytest.mark.slow)])
 def test_checkpoint_of_stock_on_cpu_resumes_on_xla(runs, same_logs, tmp_path, monkeypatch, optim, lora):
     """With one read per log and one at the end: nothing of the loaded optimizer state is read in a step."""
@@ -261,7 +261,7 @@ def test_checkpoint_of_stock_on_cpu_resumes_on_xla(runs, same_logs, tmp_path, mo
     same_logs(drop(resumed, "num_tokens"), whole)
 
 
-@pytest.mark.parametrize("lora", [None, {}], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [pytest.param(None, id="full", marks=pytest.mark.slow), pytest.param({}, id="lora")])
 def test_checkpoint_of_xla_resumes_with_stock_on_cpu(runs, same_logs, tmp_path, lora):
     whole = drop(runs.ours(lora=lora, **EVERY_STEP), "num_tokens")
     stock = runs.trainer(SFTTrainer, runs.config(use_cpu=True, output_dir=str(tmp_path / "resumed")), lora=lora)

@@ -73,6 +73,7 @@ def test_xla_is_eager_cpu(distil, same_logs, teacher, config):
         assert {f"eval_{name}" for name in KD_METRICS} <= set(evaluated)
 
 
+@pytest.mark.slow
 def test_packed_rows_hold_the_same_documents(distil, teacher):
     """All documents in one step, packed and each in a row of its own: the teacher too sees one document at a time."""
     config = dict(kd_teacher=teacher, max_steps=1, learning_rate=0.0)
@@ -109,7 +110,7 @@ def test_learning_from_the_teacher_alone(distil, teacher):
     assert logs[29]["kd_loss"] < 0.5 * logs[0]["kd_loss"]
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_executions_and_reads_are_those_of_plain_fine_tuning(runs, xla, teacher, accumulation):
     _, steps = train_and_count(
         runs, kd_teacher=teacher, max_steps=5, logging_steps=100, gradient_accumulation_steps=accumulation

@@ -73,6 +73,7 @@ def test_eight_chips(rows, same_on_eight_chips, make_cache):
     same_on_eight_chips(specs, kd_cache=cache)
 
 
+@pytest.mark.slow
 def test_executions_and_reads_are_those_of_plain_fine_tuning(runs, make_cache):
     _, steps = train_and_count(runs, kd_cache=make_cache(), max_steps=5, logging_steps=100)
     assert {step.executions for step in steps} == {1}

@@ -139,6 +139,7 @@ class ReplacesTheOptimizer(TrainerCallback):
             trainer.optimizer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_a_callback_puts_in_goes_on_with_it(runs):
     found = []
     for backend in ("xla", "cpu"):
@@ -157,6 +158,7 @@ class Freezes(TrainerCallback):
         model.get_submodule("model.layers.1").requires_grad_(False)
 
 
+@pytest.mark.slow
 def test_layers_that_leave_the_loop_take_theirs_along(runs):
     config = dict(SETTINGS, max_steps=9, gradient_checkpointing=True)
     ours = runs.ours(config_cls=TPUSFTConfig, scan_layers="on", kwargs={"callbacks": [Freezes()]}, **config)
@@ -164,6 +166,7 @@ def test_layers_that_leave_the_loop_take_theirs_along(runs):
     assert_close(saved(ours), saved(on_cpu(runs, kwargs={"callbacks": [Freezes()]}, **config)), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [pytest.param("dpo", marks=pytest.mark.slow), pytest.param("kto", marks=pytest.mark.slow), "reward"]
 )

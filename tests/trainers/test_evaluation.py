@@ -43,7 +43,7 @@ def most_likely(logits, labels):
     return logits.argmax(-1)
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["fp32", "bf16"])
 def test_compute_metrics_and_predict(runs, bf16):
     """10 rows in batches of 4: the rows that complete the last batch are not predictions."""
     kwargs = {"compute_metrics": accuracy, "preprocess_logits_for_metrics": most_likely}

@@ -69,7 +69,9 @@ def test_family_trains_as_upstreams(runs, scanned, same_logs, make, family):
         dict(lora={}, rematerialization="dots", learning_rate=1e-2),
         pytest.param(dict(rematerialization="dots", max_grad_norm=0.5), marks=pytest.mark.slow),
         # Not a loop: stacked parameters of unrolled layers.
-        dict(rematerialization="none", gradient_accumulation_steps=2, max_steps=3),
+        pytest.param(
+            dict(rematerialization="none", gradient_accumulation_steps=2, max_steps=3), marks=pytest.mark.slow
+        ),
         pytest.param(dict(rematerialization="none", lora={}, learning_rate=1e-2), marks=pytest.mark.slow),
         dict(gradient_accumulation_steps=2, max_steps=3),
         dict(packing=True, packing_strategy="wrapped", max_steps=3),
@@ -84,6 +86,7 @@ def test_setting_is_upstreams(runs, scanned, same_logs, make, config):
     same_logs(ours, runs.stock(model=make(), **stock))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan_layers", ["on", pytest.param("off", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("policy", [pytest.param("full", marks=pytest.mark.slow), "dots"])
 def test_adapters_in_the_layers_own_products_are_upstreams(runs, make, same_logs, monkeypatch, policy, scan_layers):
@@ -199,6 +202,7 @@ def test_adapters_are_saved_and_resumed(scanned, same_steps, make, tmp_path):
     same_steps(resumed, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [pytest.param(None, id="full", marks=pytest.mark.slow), pytest.param({}, id="lora")])
 def test_the_best_model_is_loaded(runs, scanned, make, lora):
     every_step = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1)
@@ -217,6 +221,7 @@ def test_the_best_model_is_loaded(runs, scanned, make, lora):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[0], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_model_has_its_layers_back_and_trains_on(runs, scanned, same_logs, make):
     model = make()
     expected = [(name, parameter.shape) for name, parameter in model.named_parameters()]

@@ -212,7 +212,7 @@ def test_evaluation_of_data_that_is_not_prepared(xla, models, kind):
     assert_same_numbers(case, ours, stock)
 
 
-@pytest.mark.parametrize("kind", ["dpo", pytest.param("reward", marks=pytest.mark.slow), "kto"])
+@pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dpo", "reward")), "kto"])
 def test_the_loss_beside_metrics_of_predictions_counts_pairs(xla, models, kind):
     """In the last batch are 3 of 4 examples, which in upstream's mean are as many. Predictions have upstream's columns."""
     case, data = Case(kind), rows_for(kind, count=7, seed=1)

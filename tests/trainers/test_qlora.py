@@ -68,6 +68,7 @@ def test_losses_are_those_of_bitsandbytes_on_the_eager_cpu(quantized, settings, 
     assert losses(ours)[2] - losses(ours)[-1] > 0.1
 
 
+@pytest.mark.slow
 def test_dpo_has_the_numbers_of_bitsandbytes(quantized, tmp_path):
     """The reference is the base without the adapter. A loss is of sums over tokens, in which bfloat16 adapters add up."""
     found = []

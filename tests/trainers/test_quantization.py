@@ -124,6 +124,7 @@ def test_one_execution_per_micro_step_and_no_reads(train, config):
     assert (trainer.layers.stack is not None) == (config.get("scan_layers") == "on")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", ["max", pytest.param("mse", marks=pytest.mark.slow)])
 def test_layers_as_a_loop_and_one_by_one(train, scale):
     config = dict(lora=ALL_LINEAR, gradient_checkpointing=True, max_steps=2, qat_scale=scale)
@@ -162,6 +163,7 @@ def test_the_original_teaches_all_weights(runs, train):
         train(kd_teacher="base")
 
 
+@pytest.mark.slow
 def test_rounds_after_some_steps(runs, train):
     plain = runs.ours(max_steps=6, warmup_steps=0)
     # The program that rounds is expected.

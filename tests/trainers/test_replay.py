@@ -135,6 +135,7 @@ def test_dropout_in_the_model_draws_as_when_traced(both, runs):
     assert trainer.spent.replays == 6
 
 
+@pytest.mark.slow
 def test_no_clipping_logs_the_norm_all_the_same(both):
     both(max_grad_norm=0.0, max_steps=6, logging_steps=2)
 
@@ -235,6 +236,7 @@ def test_a_change_of_the_program_is_followed(both, caplog, action, lora, says):
     assert all(words in line for words, line in zip(says, said, strict=True))
 
 
+@pytest.mark.slow
 def test_weights_changed_in_a_callback_are_taken_up(runs, same_logs):
     """Traced, halving is part of the step's program and rounds otherwise."""
     traced, replayed = (
@@ -244,6 +246,7 @@ def test_weights_changed_in_a_callback_are_taken_up(runs, same_logs):
     same_logs(replayed, traced)
 
 
+@pytest.mark.slow
 def test_an_optimizer_swapped_in_a_callback_is_used(both, runs):
     class Swap(TrainerCallback):
         trainer = None
@@ -371,6 +374,7 @@ def draw_configuration(seed):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed else []) for seed in range(100)])
 def test_drawn_configurations_are_the_same_bits(both, seed):
     both(**draw_configuration(seed))

@@ -17,7 +17,7 @@ def model_with(runs, **sizes):
     return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(runs.model_dir, **sizes), dtype=torch.float32)
 
 
-@pytest.mark.parametrize("lora", [None, {}], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [pytest.param(None, id="full", marks=pytest.mark.slow), pytest.param({}, id="lora")])
 def test_a_model_of_other_sizes(runs, tmp_path, lora):
     runs.ours(lora=lora, **EVERY_STEP)
     checkpoint = str(runs.output_dir / "checkpoint-1")

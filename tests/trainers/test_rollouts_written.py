@@ -59,6 +59,7 @@ def test_rewards_rise_by_replayed_programs(models, kind):
     assert len(times) == len(rewards) and min(times) > 0
 
 
+@pytest.mark.slow
 def test_the_ratio_is_one_at_first(models):
     """Log-probabilities of what was written, as it was written, are those of the pass that the loss compares with."""
     settings = {**BATCH, "steps_per_generation": 2, "temperature": 0.7}
