@@ -25,7 +25,7 @@ def cache_root(setting: str) -> tuple[Path | None, bool]:
     The directory of compiled programs (`None`: there is none), and whether a person chose it.
 
     `setting` is `"off"`, a directory or `"auto"`: what the environment variable `HF_TPU_EXT_COMPILE_CACHE` says, or a
-    directory of the user's. Raises `ValueError` if it is empty, or the user has no home directory.
+    directory of the user's. Raises `ValueError` if it is empty or an address, or the user has no home directory.
     """
     value = (os.environ.get(VARIABLE) or "auto") if setting == "auto" else setting
     if not value:
@@ -34,6 +34,11 @@ def cache_root(setting: str) -> tuple[Path | None, bool]:
         return None, True
     if value == "auto":
         return _expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "hf_tpu_ext" / "compile", False
+    if "://" in value:
+        raise UserError(
+            f"compile_cache_dir={value} is an address, which would be a directory of that name on the local disk. Mount the bucket, and "
+            f"set compile_cache_dir, or {VARIABLE}, to a directory in it, for example compile_cache_dir=/mnt/bucket/compile."
+        )
     return _expand(value).absolute(), True
 
 

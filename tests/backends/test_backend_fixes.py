@@ -228,7 +228,9 @@ def test_processes_on_several_hosts(four_chips):
 def test_a_directory_for_compiled_programs():
     message = refusal(lambda setting: compile_cache.cache_root(setting), {"setting": ""})
     assert message == "compile_cache_dir is empty. Set it to 'auto', to 'off' or to a directory."
-    for setting in ("auto", "off", "directory"):
+    message = refusal(lambda setting: compile_cache.cache_root(setting), {"setting": "gs://bucket/compile"})
+    assert "compile_cache_dir=gs://bucket/compile is an address" in message and "/mnt/bucket/compile" in message
+    for setting in ("auto", "off", "directory", "/mnt/bucket/compile"):
         compile_cache.cache_root(setting)
 
 

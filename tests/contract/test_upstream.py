@@ -62,6 +62,7 @@ HOOKS = {
         "learning_rate",
     ],
     "_finalize_training": ["trial", "num_train_samples", "start_time"],
+    "set_initial_training_values": ["args", "dataloader"],
     "store_flos": [],
     "log": ["logs", "start_time"],
     "evaluate": ["eval_dataset", "ignore_keys", "metric_key_prefix"],

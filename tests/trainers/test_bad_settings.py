@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
+from fixes import assert_fixes, refusal
 from refusals import refused
 from transformers import (
     AutoConfig,
@@ -14,7 +15,7 @@ from transformers import (
     default_data_collator,
 )
 from transformers.training_args import ParallelMode
-from trl import RewardConfig, SFTTrainer
+from trl import RewardConfig, SFTConfig, SFTTrainer
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
 from hf_tpu_ext.trainers.checks.answers import Place, split_by
@@ -180,6 +181,17 @@ def test_batches_that_one_process_dispatches(runs, same_logs):
     assert "dispatch_batches has no effect: one process reads the batches of all chips" in ours.compiled.changes
     assert ours.accelerator.dispatch_batches
     same_logs(ours, runs.stock(**config))
+
+
+def test_a_batch_that_processes_share(runs, monkeypatch):
+    """By which upstream's number of rows in a step, and that of a checkpoint, would be a multiple of the true one."""
+    place = Place("cpu", static_shapes=False, traces_steps=False)
+    check = lambda **config: adapt(runs.config(**config), place)  # noqa: E731
+    check(accelerator_config={"split_batches": True})
+    monkeypatch.setattr(SFTConfig, "world_size", 2)
+    settings = dict(accelerator_config={"split_batches": True})
+    assert "divided by 2" in refusal(check, settings)
+    assert_fixes(check, settings, "Leave it out")
 
 
 # ---- Weights that accelerate splits over processes ----

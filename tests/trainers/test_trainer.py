@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from datasets import Dataset
+from fixes import assert_fixes, refusal
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -211,6 +212,21 @@ def test_fewer_rows_than_the_global_batch(runs, rows, capsys):
     assert "Lower per_device_train_batch_size or gradient_accumulation_steps" in line
     trainer = runs.ours(train=False, kwargs={"train_dataset": rows(5)})
     assert not any("fewer" in line for line in trainer.find_facts().changes)
+
+
+def test_no_batch_to_train_on(runs, rows):
+    """Upstream ends such a run after no step, as one that has trained."""
+
+    def train(**config):
+        runs.ours(max_steps=1, kwargs={"train_dataset": rows(5)}, per_device_train_batch_size=8, **config)
+
+    message = refusal(train, {"dataloader_drop_last": True})
+    assert (
+        "a train_dataset of 5 rows does not fill a batch of 8" in message
+        and "lower per_device_train_batch_size" in message
+    )
+    assert_fixes(train, {"dataloader_drop_last": True}, "Set dataloader_drop_last=False")
+    runs.ours(max_steps=1, kwargs={"train_dataset": rows(8)}, per_device_train_batch_size=8, dataloader_drop_last=True)
 
 
 def test_random_weights_in_place_of_those_of_the_model(xla, tiny_model, tmp_path):

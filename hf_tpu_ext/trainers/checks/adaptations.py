@@ -198,6 +198,17 @@ def share_rows(run: Run) -> None:
             )
 
 
+def check_split_batches(run: Run) -> None:
+    """Refuse (`ValueError`) batches that processes share. Upstream counts the rows of a step as if each process had all of them."""
+    args = run.args
+    if args.accelerator_config.split_batches and args.world_size > 1:
+        raise UserError(
+            f"accelerator_config has split_batches=True, by which {args.world_size} processes share per_device_train_batch_size="
+            f"{args.per_device_train_batch_size} rows. Leave it out, and set per_device_train_batch_size and "
+            f"per_device_eval_batch_size to the rows of one process: those of now divided by {args.world_size}."
+        )
+
+
 def check_integrations(run: Run) -> None:
     """Refuse (`ValueError`) a place to log to whose package is not installed."""
     # Upstream's own message lists the names where one is unknown.

@@ -225,6 +225,12 @@ REFUSED_ANYWHERE = at(
         when=lambda value, run: "://" in str(value),
     ),
     refusal(
+        "accelerator_config",
+        "has `split_batches`, by which processes share a batch. Leave it out, and divide the batch sizes by the processes.",
+        values="`split_batches` in several processes",
+        adapt=adaptations.check_split_batches,
+    ),
+    refusal(
         "report_to",
         "names a service whose package is not installed; the message says which to install.",
         values="without its package",

@@ -15,7 +15,7 @@ from peft import PeftConfig, PeftModel
 from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
-from transformers.trainer_utils import unwrap_peft_model
+from transformers.trainer_utils import has_length, unwrap_peft_model
 from transformers.utils import logging
 
 from ... import __version__
@@ -23,6 +23,7 @@ from ...callbacks.run_lines import RunFacts, RunLines
 from ...callbacks.run_record import RunRecord
 from ...callbacks.step_status import StepStatus
 from ...data.padding_report import TokenWaste
+from ...errors import UserError
 from ...formatting import count, dtype_name, format_bytes
 from ...layers.flops import read_dimensions, step_flops
 from ...quantization.bitsandbytes import find_config
@@ -249,6 +250,16 @@ class StatusMixin:
         }
 
     # ---- Upstream's hooks ----
+
+    def set_initial_training_values(self, args, dataloader):
+        if has_length(dataloader) and len(dataloader) == 0:
+            rows = f" of {count(len(self.train_dataset), 'row')}" if isinstance(self.train_dataset, Sized) else ""
+            raise UserError(
+                f"There is no batch to train on: dataloader_drop_last={args.dataloader_drop_last}, and a train_dataset{rows} does not "
+                f"fill a batch of {args.train_batch_size * args.world_size}. Set dataloader_drop_last=False, or lower "
+                "per_device_train_batch_size."
+            )
+        return super().set_initial_training_values(args, dataloader)
 
     def store_flos(self) -> None:
         if not self.backend.unknown_upstream:
