@@ -94,8 +94,11 @@ def _unusual_in(column: str, value: Any) -> Iterator[tuple[tuple, str]]:
     if isinstance(value, str):
         return
     if not isinstance(value, list) or column not in TEXT_OR_MESSAGES:
-        # Where rows of a file have both, datasets reads the strings as JSON.
-        expectation = f"a string or {_MESSAGES}, one of both in all rows" if column in TEXT_OR_MESSAGES else "a string"
+        expectation = "a string"
+        if column in TEXT_OR_MESSAGES:
+            expectation += (
+                f" or {_MESSAGES}, one of both in all rows (where a file has both, datasets reads the strings as JSON)"
+            )
         yield (column, type(value)), f"{column!r} is {format_value(value)}, expected {expectation}"
         return
     if not value:
