@@ -190,7 +190,7 @@ def test_a_batch_that_processes_share(runs, monkeypatch):
     check(accelerator_config={"split_batches": True})
     monkeypatch.setattr(SFTConfig, "world_size", 2)
     settings = dict(accelerator_config={"split_batches": True})
-    assert "divided by 2" in refusal(check, settings)
+    assert "by 2, for the rows of one process" in refusal(check, settings)
     assert_fixes(check, settings, "Leave it out")
 
 

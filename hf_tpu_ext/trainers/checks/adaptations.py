@@ -203,9 +203,9 @@ def check_split_batches(run: Run) -> None:
     args = run.args
     if args.accelerator_config.split_batches and args.world_size > 1:
         raise UserError(
-            f"accelerator_config has split_batches=True, by which {args.world_size} processes share per_device_train_batch_size="
-            f"{args.per_device_train_batch_size} rows. Leave it out, and set per_device_train_batch_size and "
-            f"per_device_eval_batch_size to the rows of one process: those of now divided by {args.world_size}."
+            f"accelerator_config turns split_batches on, by which {args.world_size} processes share per_device_train_batch_size="
+            f"{args.per_device_train_batch_size} rows. Leave it out, and divide per_device_train_batch_size and "
+            f"per_device_eval_batch_size by {args.world_size}, for the rows of one process."
         )
 
 
