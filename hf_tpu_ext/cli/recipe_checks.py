@@ -1,7 +1,7 @@
 """
 What cannot be right in a recipe is told at once: a typing error in a key or a mesh, and a stream without an end, before PyTorch and
-TRL are imported, which takes seconds; a path that is not there before the hub is asked for it, for the better part of a minute; a directory of a model without its tokenizer,
-for which upstream makes one without words, or asks for packages.
+TRL are imported, which takes seconds; a path that is not there before the hub is asked for it, for the better part of a minute; a
+directory of a model without its tokenizer, for which upstream makes one without words, or asks for packages.
 """
 
 import difflib
