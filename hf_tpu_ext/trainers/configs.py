@@ -84,7 +84,8 @@ class ExtensionArguments:
         default=None,
         metadata={
             "help": "Lengths that batches are padded to on XLA, each compiled once. Several numbers are the lengths "
-            "(128 256 512); a single number up to 32 is how many to choose from the training data. Default: the longest row of the training data, and max_length."
+            "(128 256 512); a single number up to 32 is how many to choose from the training data. Default: the longest row of the "
+            "training data, and max_length."
         },
     )
 

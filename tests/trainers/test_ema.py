@@ -167,9 +167,7 @@ def test_layers_that_leave_the_loop_take_theirs_along(runs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", [pytest.param("dpo", marks=pytest.mark.slow), pytest.param("kto", marks=pytest.mark.slow), "reward"]
-)
+@pytest.mark.parametrize("kind", ["dpo", "kto", "reward"])
 def test_preference_trainers(xla, tmp_path, kind):
     case = Case(
         kind,

@@ -87,8 +87,8 @@ def test_setting_is_upstreams(runs, scanned, same_logs, make, config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scan_layers", ["on", pytest.param("off", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("policy", [pytest.param("full", marks=pytest.mark.slow), "dots"])
+@pytest.mark.parametrize("scan_layers", ["on", "off"])
+@pytest.mark.parametrize("policy", ["full", "dots"])
 def test_adapters_in_the_layers_own_products_are_upstreams(runs, make, same_logs, monkeypatch, policy, scan_layers):
     traced = []
     upstream = adapters.instead_of_product
@@ -203,7 +203,7 @@ def test_adapters_are_saved_and_resumed(scanned, same_steps, make, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [pytest.param(None, id="full", marks=pytest.mark.slow), pytest.param({}, id="lora")])
+@pytest.mark.parametrize("lora", [None, {}], ids=["full", "lora"])
 def test_the_best_model_is_loaded(runs, scanned, make, lora):
     every_step = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1)
     # The best is the first, then.

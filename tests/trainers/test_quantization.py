@@ -125,7 +125,7 @@ def test_one_execution_per_micro_step_and_no_reads(train, config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scale", ["max", pytest.param("mse", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scale", ["max", "mse"])
 def test_layers_as_a_loop_and_one_by_one(train, scale):
     config = dict(lora=ALL_LINEAR, gradient_checkpointing=True, max_steps=2, qat_scale=scale)
     looped, single = train(scan_layers="on", **config), train(**config)

@@ -375,7 +375,7 @@ def draw_configuration(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed else []) for seed in range(100)])
+@pytest.mark.parametrize("seed", range(100))
 def test_drawn_configurations_are_the_same_bits(both, seed):
     both(**draw_configuration(seed))
 

@@ -191,11 +191,12 @@ class StatusMixin:
                     packing=vars(args).get("packing"),
                 )
                 facts.lengths = list(waste.pad_share_per_length)
-                facts.token_waste = waste.describe() if self.tells_padding else None
-                buckets = vars(args).get("length_buckets") if self.tells_padding else None
-                if buckets and len(buckets) > 1 and (advice := waste.describe_unused(buckets)) is not None:
-                    lines.append(advice)
                 facts.token_share = 1 - waste.pad_share
+                if self.tells_padding:
+                    facts.token_waste = waste.describe()
+                    buckets = vars(args).get("length_buckets")
+                    if buckets and len(buckets) > 1 and (advice := waste.describe_unused(buckets)) is not None:
+                        lines.append(advice)
             facts.programs = len(facts.lengths) * (2 if args.gradient_accumulation_steps > 1 else 1)
             facts.programs *= 2 if self.some_without_images else 1
         return facts
@@ -254,10 +255,12 @@ class StatusMixin:
     def set_initial_training_values(self, args, dataloader):
         if has_length(dataloader) and len(dataloader) == 0:
             rows = f" of {count(len(self.train_dataset), 'row')}" if isinstance(self.train_dataset, Sized) else ""
+            fix = "Check its rows and its sampler."
+            if args.dataloader_drop_last:
+                fix = "Set dataloader_drop_last=False, or lower per_device_train_batch_size."
             raise UserError(
-                f"There is no batch to train on: dataloader_drop_last={args.dataloader_drop_last}, and a train_dataset{rows} does not "
-                f"fill a batch of {args.train_batch_size * args.world_size}. Set dataloader_drop_last=False, or lower "
-                "per_device_train_batch_size."
+                f"There is no batch to train on: a train_dataset{rows} does not fill a batch of "
+                f"{args.train_batch_size * args.world_size}. {fix}"
             )
         return super().set_initial_training_values(args, dataloader)
 
