@@ -2,6 +2,7 @@
 
 import pytest
 
+from hf_tpu_ext.report import comparison, sections
 from hf_tpu_ext.report.record import RecordWriter
 
 
@@ -74,6 +75,28 @@ END = {
     },
     "cache": None,
 }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def same_figures_are_drawn_once():
+    """A report takes a moment, and each of its figures as long: tests that do not look at them share those of equal records."""
+    drawn = {}
+
+    def once(draw):
+        def find_or_draw(*args, **kwargs):
+            key = repr((draw.__name__, args, kwargs))
+            if key not in drawn:
+                drawn[key] = draw(*args, **kwargs)
+            return drawn[key]
+
+        return find_or_draw
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (comparison, sections):
+            for name, function in list(vars(module).items()):
+                if name.startswith("draw_"):
+                    patch.setattr(module, name, once(function))
+        yield
 
 
 @pytest.fixture

@@ -1,7 +1,9 @@
 import base64
 import json
 import re
+import resource
 import shlex
+import signal
 import subprocess
 import sys
 from html import unescape
@@ -406,21 +408,17 @@ def test_a_file_that_is_no_report_is_kept(write_run, tmp_path, suffix):
             make_report(directories, output_dir)
 
 
-FULL_DISK = """
-import resource, signal, sys
-from hf_tpu_ext.report.make import make_report
-
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))
-make_report(sys.argv[1:])
-"""
-
-
 def test_a_full_disk_leaves_the_former_report(write_run, tmp_path):
     page = make_report([write_run(tmp_path / "run")])
-    before = page.read_text()
-    result = subprocess.run([sys.executable, "-c", FULL_DISK, str(page.parent)], capture_output=True, text=True)
-    assert "report.html cannot be written" in result.stderr
+    before, (least, most) = page.read_text(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, most))
+    try:
+        with pytest.raises(ValueError, match="report.html cannot be written"):
+            make_report([page.parent])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (least, most))
+        signal.signal(signal.SIGXFSZ, handler)
     assert page.read_text() == before and not list(page.parent.glob("*.tmp"))
 
 
