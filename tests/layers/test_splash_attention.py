@@ -1,7 +1,7 @@
 """Splash attention, interpreted inside XLA programs, gives the numbers of eager attention."""
 
-import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from hf_tpu_ext.layers.token_mask import TokenMask
 
 
 ROWS, LENGTH, DIM = 2, 256, 64
-KERNEL = SplashAttention(ROWS, 2, 1, 128, DIM, "bfloat16")
+KERNEL = SplashAttention(3, 4, 2, 1024, DIM, "bfloat16")
 
 
 class Gemma2(Attention):
@@ -51,12 +51,11 @@ def documents(kind, length):
     ("module", "heads", "kv_heads", "length", "dim", "window", "kind", "softcap", "causal"),
     [
         (Qwen3, 4, 2, LENGTH, DIM, None, "packed", None, True),
-        (Qwen3, 2, 2, LENGTH, 128, None, "padded", None, True),
         (Qwen3, 2, 1, 200, 96, 70, "packed", None, True),
-        (Gemma2, 2, 1, 384, DIM, 130, "padded", 5.0, True),
+        (Gemma2, 2, 1, 384, 128, 130, "padded", 5.0, True),
         (Qwen3, 2, 2, 200, 72, None, "packed", None, False),
     ],
-    ids=["packed", "padded", "window-of-odd-length", "softcap", "both-ways-narrow-heads"],
+    ids=["packed", "window-of-odd-length", "padded-softcap", "both-ways-narrow-heads"],
 )
 def test_numbers_are_those_of_eager_attention(
     xla, module, heads, kv_heads, length, dim, window, kind, softcap, causal
@@ -105,17 +104,22 @@ def test_bfloat16_is_not_worse_than_eager(xla):
         assert error < of_eager
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_sinks_are_those_of_eager_attention(xla, dtype):
-    """Value and gradients, that of the sinks too, with a window."""
-    tensors, ids = inputs(4, 2, LENGTH, DIM), documents("packed", LENGTH)
+# With the kernels of tests above.
+@pytest.mark.parametrize(
+    ("dtype", "heads", "length", "dim", "window"),
+    [(None, 2, 200, 96, 70), (torch.bfloat16, 4, LENGTH, DIM, None)],
+    ids=["float32", "bfloat16"],
+)
+def test_sinks_are_those_of_eager_attention(xla, dtype, heads, length, dim, window):
+    """Value and gradients, that of the sinks too."""
+    tensors, ids = inputs(heads, heads // 2, length, dim), documents("packed", length)
     real = (ids > 0)[:, :, None, None]
     tensors = [*(tensor.bfloat16().float() for tensor in tensors[:3]), tensors[-1].bfloat16().float() * real]
-    mask, sinks = TokenMask(ids, 70, torch.float64), torch.tensor([0.5, 3.0, -2.0, 6.0])
+    mask, sinks = TokenMask(ids, window, torch.float64), torch.tensor([0.5, 3.0, -2.0, 6.0][:heads])
     whole = mask.block(mask.queries(), mask.keys())
 
     def kernel(module, query, key, value, ids, **kwargs):
-        mask = TokenMask(ids, 70, torch.float32)
+        mask = TokenMask(ids, window, torch.float32)
         return splash_attention(xla, module, query, key, value, mask, s_aux=module.sinks, **kwargs)
 
     def run(backend, attention, mask, double=False, dtype=None):
@@ -137,6 +141,19 @@ def test_sinks_are_those_of_eager_attention(xla, dtype):
         assert error < (max(2e-6, 2 * of_eager) if dtype is None else of_eager), name
 
 
+def test_without_a_mask_a_vision_tower_sees_all(xla):
+    module, tensors = Qwen3(1), inputs(2, 2, 200, 72)
+    module.is_causal = False
+
+    def kernel(module, query, key, value, mask, **kwargs):
+        return splash_attention(xla, module, query, key, value, None, **kwargs)
+
+    expected, _ = attend(None, module.eager, module, tensors, None)
+    found, _ = attend(xla, kernel, module, tensors, None)
+    for correct, ours in zip(expected, found, strict=True):
+        assert torch.allclose(ours, correct, atol=1e-5)
+
+
 def test_masks_made_in_slices(xla, monkeypatch):
     """Slices of a mask by token have the numbers of slices of a whole mask, bit for bit."""
     monkeypatch.setattr("hf_tpu_ext.layers.sliced_attention.SLICE_ELEMENTS", 64 * LENGTH // 4)
@@ -156,44 +173,43 @@ def test_masks_made_in_slices(xla, monkeypatch):
         assert torch.equal(theirs, ours)
 
 
-def test_kernels_are_the_same_bytes_in_every_process(tmp_path):
-    """They are part of the hash of a program, by which it is found in the compilation cache."""
-    programs = lower(KERNEL)
-    script = (
-        "import sys; from hf_tpu_ext.kernels.splash import *; "
-        f"open(sys.argv[1], 'wb').write(b''.join(lower({KERNEL!r}).values()))"
-    )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path / "all")], check=True, cwd=tmp_path)
-    assert (tmp_path / "all").read_bytes() == b"".join(programs.values())
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A directory in which a kernel is kept, and its programs."""
+    directory = tmp_path_factory.mktemp("kernels")
+    return directory, lower(KERNEL, directory)
 
 
-def test_kernels_are_kept(tmp_path, monkeypatch):
-    programs = lower(KERNEL, tmp_path)
+def test_kernels_are_the_same_bytes_from_every_process(kept, tmp_path, monkeypatch):
+    """They are part of the hash of a program, by which it is found in the compilation cache. One cannot write its directory."""
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    programs = lower(KERNEL, tmp_path / "file" / "kernels")
+    assert programs.keys() == {"infer", "forward", "backward"}
+    assert programs == kept[1]
+
+
+def test_kernels_are_kept(kept, monkeypatch):
+    directory, programs = kept
     lower.cache_clear()
     # No Python is started.
     monkeypatch.setattr(sys, "executable", "/none")
-    assert lower(KERNEL, tmp_path) == programs
+    assert lower(KERNEL, directory) == programs
     lower.cache_clear()
-    for path in tmp_path.glob("*/infer.pb"):
+    for path in directory.glob("*/infer.pb"):
         path.unlink()
     with pytest.raises(FileNotFoundError):
-        lower(KERNEL, tmp_path)
+        lower(KERNEL, directory)
 
 
-def test_a_directory_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").touch()
-    lower.cache_clear()
-    assert lower(KERNEL, tmp_path / "file" / "kernels").keys() == {"infer", "forward", "backward"}
-
-
-def test_programs_name_their_arithmetic():
+def test_programs_name_their_arithmetic(kept):
     """For `hf-tpu plan`: two products forward, seven in the two kernels of the backward pass, of the blocks that are seen."""
-    programs = lower(SplashAttention(3, 4, 2, 1024, DIM, "bfloat16"))
+    _, programs = kept
     # Blocks of 512, of which one of four is masked; a head is as wide as the matrix unit.
     product = 2 * 3 * 4 * (3 * 512**2) * 128
     assert f"attention_kernel[flops={2 * product}]".encode() in programs["forward"]
     assert f"attention_kernel[flops={7 * product // 2}]".encode() in programs["backward"]
-    narrow = lower(SplashAttention(3, 4, 2, 1024, DIM, "bfloat16", window=100))
+    narrow = lower(replace(KERNEL, window=100))
     assert f"attention_kernel[flops={2 * product}]".encode() in narrow["forward"]
 
 
@@ -232,19 +248,6 @@ def test_slices_serve_where_the_kernel_cannot(xla, monkeypatch, change, reason):
     assert found[0].shape == (ROWS, 8, 2, tensors[0].shape[-1])
     (line,) = said
     assert line.startswith("Attention of Qwen3 is computed in slices: ") and reason in line
-
-
-def test_without_a_mask_a_vision_tower_sees_all(xla):
-    module, tensors = Qwen3(1), inputs(2, 2, 128, DIM)
-    module.is_causal = False
-
-    def kernel(module, query, key, value, mask, **kwargs):
-        return splash_attention(xla, module, query, key, value, None, **kwargs)
-
-    expected, _ = attend(None, module.eager, module, tensors, None)
-    found, _ = attend(xla, kernel, module, tensors, None)
-    for correct, ours in zip(expected, found, strict=True):
-        assert torch.allclose(ours, correct, atol=1e-5)
 
 
 @pytest.fixture
