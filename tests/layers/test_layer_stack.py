@@ -1,5 +1,7 @@
 """Stacked layers compute what the layers do, and give the gradients of each."""
 
+from functools import cache
+
 import pytest
 import torch
 import torch_xla
@@ -11,6 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from hf_tpu_ext.backends.cpu import CPUBackend
 from hf_tpu_ext.errors import UserError
 from hf_tpu_ext.examples.tiny import make_model
+from hf_tpu_ext.layers import activation_checkpointing, layer_loop
 from hf_tpu_ext.layers.attention import static_masks
 from hf_tpu_ext.layers.frozen_weights import find_plain_linear
 from hf_tpu_ext.layers.layer_list import (
@@ -105,6 +108,34 @@ def forward_and_backward(xla, model, policy=None, dtype=None):
     return loss, gradients, program
 
 
+@pytest.fixture(scope="module")
+def computed(xla, load):
+    """What [`forward_and_backward`] gives for a model that `load` makes: what several tests look at is computed once."""
+
+    @cache
+    def compute(
+        policy=None,
+        dtype=None,
+        least_summed=activation_checkpointing._LEAST_SUMMED,
+        block_tokens=layer_loop._BLOCK_TOKENS,
+        **model,
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(activation_checkpointing, "_LEAST_SUMMED", least_summed)
+            patch.setattr(layer_loop, "_BLOCK_TOKENS", block_tokens)
+            return forward_and_backward(xla, load(**model), policy, dtype)
+
+    return compute
+
+
+def assert_same(found, expected, tolerance=1e-6):
+    """The loss and all gradients are those of another computation."""
+    torch.testing.assert_close(found[0], expected[0], rtol=tolerance, atol=0)
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        assert (gradient - found[1][name]).norm() < tolerance * gradient.norm(), name
+
+
 DTYPES = pytest.mark.parametrize(
     "dtype", [None, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=["float32", "bfloat16"]
 )
@@ -112,33 +143,20 @@ DTYPES = pytest.mark.parametrize(
 
 @DTYPES
 @pytest.mark.parametrize("policy", ["none", "full", "dots"])
-def test_loss_and_gradients_are_those_of_the_layers(xla, load, policy, dtype):
-    loss, gradients, _ = forward_and_backward(xla, load(), dtype=dtype)
-    again_loss, again_gradients, _ = forward_and_backward(xla, load(), policy, dtype)
-    tolerance = 1e-6 if dtype is None else 2**-7
-    torch.testing.assert_close(again_loss, loss, rtol=tolerance, atol=0)
-    assert gradients.keys() == again_gradients.keys()
-    for name, gradient in gradients.items():
-        assert (gradient - again_gradients[name]).norm() < tolerance * gradient.norm(), name
+def test_loss_and_gradients_are_those_of_the_layers(computed, policy, dtype):
+    assert_same(computed(policy, dtype), computed(None, dtype), 1e-6 if dtype is None else 2**-7)
 
 
 @pytest.mark.parametrize("policy", ["none", "full", "dots"])
-def test_routers_have_the_gradient_of_their_load(xla, load, policy):
-    def routed():
-        return load(family="qwen3_moe", output_router_logits=True, router_aux_loss_coef=10.0)
-
-    loss, gradients, _ = forward_and_backward(xla, routed())
-    without, _, _ = forward_and_backward(xla, load(family="qwen3_moe"))
-    assert loss > without + 1
-    found, again, program = forward_and_backward(xla, routed(), policy)
-    assert (" while(" in program) == (policy != "none")
-    torch.testing.assert_close(found, loss, rtol=1e-6, atol=0)
-    for name, gradient in gradients.items():
-        assert (gradient - again[name]).norm() < 1e-6 * gradient.norm(), name
+def test_routers_have_the_gradient_of_their_load(computed, policy):
+    routed = dict(layers=2, family="qwen3_moe", output_router_logits=True, router_aux_loss_coef=10.0)
+    expected, found = computed(**routed), computed(policy, **routed)
+    assert expected[0] > computed(layers=2, family="qwen3_moe")[0] + 1
+    assert (" while(" in found[2]) == (policy != "none")
+    assert_same(found, expected)
 
 
-@pytest.mark.parametrize("policy", ["none", "full", "dots"])
-def test_weights_that_only_choose_have_no_gradient(xla, load, monkeypatch, policy):
+def test_weights_that_only_choose_have_no_gradient(xla, load, monkeypatch):
     """As those of an indexer of attention: an optimizer leaves them alone, and does not decay them."""
     forward = Qwen3MLP.forward
 
@@ -155,32 +173,28 @@ def test_weights_that_only_choose_have_no_gradient(xla, load, monkeypatch, polic
         return model
 
     monkeypatch.setattr(Qwen3MLP, "forward", forward_chosen)
-    loss, gradients, _ = forward_and_backward(xla, choosing())
-    found, again, program = forward_and_backward(xla, choosing(), policy)
-    assert (" while(" in program) == (policy != "none")
-    torch.testing.assert_close(found, loss, rtol=1e-6, atol=0)
-    assert not any("chooser" in name for name in gradients)
-    assert gradients.keys() == again.keys()
-    for name, gradient in gradients.items():
-        assert (gradient - again[name]).norm() < 1e-6 * gradient.norm(), name
+    expected = forward_and_backward(xla, choosing())
+    assert not any("chooser" in name for name in expected[1])
+    for policy in ("none", "full", "dots"):
+        found = forward_and_backward(xla, choosing(), policy)
+        assert (" while(" in found[2]) == (policy != "none")
+        assert_same(found, expected)
 
 
-@pytest.mark.parametrize("policy", ["none", "full"])
-def test_layers_have_their_own_buffers(xla, load_scaled, policy):
-    loss, gradients, _ = forward_and_backward(xla, load_scaled())
-    model = load_scaled()
-    layers = model.model.layers
-    found, again, _ = forward_and_backward(xla, model, policy)
-    model.model.layers.unstack()
-    torch.testing.assert_close(found, loss, rtol=1e-6, atol=0)
-    for name, gradient in gradients.items():
-        assert (gradient - again[name]).norm() < 1e-6 * gradient.norm(), name
-    assert [layer.mlp.scale.item() for layer in layers] == [1, 2, 3]
+def test_layers_have_their_own_buffers(xla, load_scaled):
+    expected = forward_and_backward(xla, load_scaled())
+    for policy in ("none", "full"):
+        model = load_scaled()
+        layers = model.model.layers
+        found = forward_and_backward(xla, model, policy)
+        model.model.layers.unstack()
+        assert_same(found, expected)
+        assert [layer.mlp.scale.item() for layer in layers] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("policy", ["full", "dots"])
-def test_weights_are_converted_in_their_turn(xla, load, monkeypatch, policy):
-    expected = forward_and_backward(xla, load(), policy, torch.bfloat16)
+def test_weights_are_converted_in_their_turn(xla, load, computed, monkeypatch, policy):
+    expected = computed(policy, torch.bfloat16)
     monkeypatch.setattr("hf_tpu_ext.backends.xla.program_parts._LEAST_KEPT", 1)
     loss, gradients, program = forward_and_backward(xla, load(), policy, torch.bfloat16)
     assert torch.equal(loss, expected[0])
@@ -194,8 +208,8 @@ def test_weights_are_converted_in_their_turn(xla, load, monkeypatch, policy):
 
 
 @pytest.mark.parametrize("policy", ["full", "dots"])
-def test_gradients_of_all_layers_are_as_short_as_the_products(xla, load, policy):
-    _, gradients, program = forward_and_backward(xla, load(), policy, torch.bfloat16)
+def test_gradients_of_all_layers_are_as_short_as_the_products(computed, policy):
+    _, gradients, program = computed(policy, torch.bfloat16)
     *_, carried = (line.partition(" while(")[0] for line in program.splitlines() if " while(" in line)
     # Of the projections up and down, the weights and their gradients. A norm computes in float32.
     for shape, count in (("3,48,32", 2), ("3,32,48", 1)):
@@ -205,32 +219,26 @@ def test_gradients_of_all_layers_are_as_short_as_the_products(xla, load, policy)
 
 
 @pytest.mark.parametrize("policy", ["full", "dots"])
-def test_the_program_does_not_grow_with_depth(xla, load, policy):
-    programs = [forward_and_backward(xla, load(layers), policy)[2] for layers in (3, 6)]
+def test_the_program_does_not_grow_with_depth(computed, policy):
+    programs = [computed(policy)[2], computed(policy, layers=6)[2]]
     assert programs[0].count(" = ") == programs[1].count(" = ")
     assert programs[0].count(" while(") == 2
 
 
 @DTYPES
 @pytest.mark.parametrize("policy", ["full", "dots"])
-def test_blocks_of_rows_give_the_same(xla, load, monkeypatch, policy, dtype):
-    monkeypatch.setattr("hf_tpu_ext.layers.activation_checkpointing._LEAST_SUMMED", 8)
-    loss, gradients, program = forward_and_backward(xla, load(), policy, dtype)
-    monkeypatch.setattr("hf_tpu_ext.layers.layer_loop._BLOCK_TOKENS", 2 * 12)
-    again_loss, again_gradients, in_blocks = forward_and_backward(xla, load(), policy, dtype)
+def test_blocks_of_rows_give_the_same(computed, policy, dtype):
+    expected = computed(policy, dtype, least_summed=8)
+    found = computed(policy, dtype, least_summed=8, block_tokens=2 * 12)
     # One in each of the loops over layers, and no more of anything that is large.
-    assert (program.count(" while("), in_blocks.count(" while(")) == (2, 4)
-    assert in_blocks.count(" dot(") == program.count(" dot(")
-    tolerance = 1e-6 if dtype is None else 2**-7
-    torch.testing.assert_close(again_loss, loss, rtol=tolerance, atol=0)
-    for name, gradient in gradients.items():
-        assert again_gradients[name].dtype == gradient.dtype
-        assert (gradient - again_gradients[name]).norm() < tolerance * gradient.norm(), name
+    assert (expected[2].count(" while("), found[2].count(" while(")) == (2, 4)
+    assert found[2].count(" dot(") == expected[2].count(" dot(")
+    assert_same(found, expected, 1e-6 if dtype is None else 2**-7)
+    assert all(found[1][name].dtype == gradient.dtype for name, gradient in expected[1].items())
 
 
-def test_kept_products_are_not_computed_again(xla, load, monkeypatch):
-    monkeypatch.setattr("hf_tpu_ext.layers.activation_checkpointing._LEAST_SUMMED", 8)
-    full, dots = (forward_and_backward(xla, load(), policy)[2].count(" dot(") for policy in ("full", "dots"))
+def test_kept_products_are_not_computed_again(computed):
+    full, dots = (computed(policy, least_summed=8)[2].count(" dot(") for policy in ("full", "dots"))
     # q, k, v, o, gate and up.
     assert full - dots == 6
 
@@ -346,17 +354,16 @@ def test_the_patterns_leave_the_fewest_layers(kinds, patterns):
 
 
 @DTYPES
-@pytest.mark.parametrize("policy", ["none", "full", pytest.param("dots", marks=pytest.mark.slow)])
+# Which layers a pattern has is the same for each of them.
+@pytest.mark.parametrize(
+    "policy", ["full", *(pytest.param(each, marks=pytest.mark.slow) for each in ("none", "dots"))]
+)
 def test_alternating_layers_are_a_loop_over_their_period(xla, load_alternating, policy, dtype):
     expected = forward_and_backward(xla, load_alternating(), dtype=dtype)
     found = forward_and_backward(xla, load_alternating(), policy, dtype)
     # Forward and backward: over periods, in each over its local layers, and over the last two.
     assert found[2].count(" while(") == (0 if policy == "none" else 6)
-    tolerance = 1e-6 if dtype is None else 2**-7
-    torch.testing.assert_close(found[0], expected[0], rtol=tolerance, atol=0)
-    assert found[1].keys() == expected[1].keys()
-    for name, gradient in expected[1].items():
-        assert (gradient - found[1][name]).norm() < tolerance * gradient.norm(), name
+    assert_same(found, expected, 1e-6 if dtype is None else 2**-7)
 
 
 @pytest.mark.slow
