@@ -184,6 +184,6 @@ if __name__ == "__main__":
     for name, config in spec.items():
         torch.manual_seed(0)
         config.setdefault("output_dir", f"{output_file}.{name}")
-        results[name] = run(model_dir, config.pop("output_dir"), **config)
+        results[name] = run(config.pop("model_dir", model_dir), config.pop("output_dir"), **config)
     with open(output_file, "w") as file:
         json.dump(results, file)
