@@ -33,7 +33,7 @@ from .images import ImagesMixin
 from .index_ranges import IndexRanges
 from .lengths import length_for, row_lengths
 from .programs import SentBatch
-from .user_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, find_own_code, keys_of_a_step, owner_of
+from .user_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, find_own_code, owner_of
 
 
 logger = logging.get_logger(__name__)
@@ -254,7 +254,7 @@ class BatchesMixin(ImagesMixin):
     ) -> dict[str, dict[Hashable, Any]]:
         """As [`~BatchesMixin._send_rows`], of a batch as it comes from the data."""
         self.check_ranges(inputs)
-        host_batch = {key: value for key, value in inputs.items() if not self._is_unread_text(key, value)}
+        host_batch = {key: value for key, value in inputs.items() if not self._is_unread_text(value)}
         is_collated = isinstance(inputs, CollatedBatch)
         # A collator of the caller's may yield more rows than it was given.
         batch, rows, num_rows = self.shape_batch(host_batch, inputs.rows_of_example if is_collated else None)
@@ -279,13 +279,13 @@ class BatchesMixin(ImagesMixin):
             raise UserError(_why_not_scaled(*self.by_length.rope_scaling, f"a batch has {' and '.join(sequences)}"))
         return self.by_length.data(length, inputs.get("position_ids"))
 
-    def _is_unread_text(self, key: str, value: Any) -> bool:
-        """Whether a column of a batch is text that upstream's collator hands on, and no code of a step looks at."""
+    def _is_unread_text(self, value: Any) -> bool:
+        """Whether a column of a batch is text, which only code of the user's looks at in a step."""
         if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
             return False
         if self._reads_texts is None:
             self._reads_texts = self.own_code_in_step("train") is not None
-        return not self._reads_texts and key not in keys_of_a_step(type(self))
+        return not self._reads_texts
 
     def _send_rows(
         self, batch: dict[Hashable, Any], rows: int, numbers: Mapping[str, Any] | None = None, whole: bool = False

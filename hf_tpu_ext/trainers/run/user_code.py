@@ -156,22 +156,6 @@ def computes_loss_by_itself(cls: type) -> bool:
     return names.isdisjoint({"compute_loss", "prediction_step"})
 
 
-@cache
-def keys_of_a_step(cls: type) -> frozenset[str]:
-    """Find the keys that the code of known packages looks up within a step: `inputs["name"]`, `inputs.pop("name")`."""
-    functions = (function for name in names_of_a_step(cls) for function in functions_of(cls, name))
-    return frozenset(key for function in functions for key in _keys_in(syntax_of(function)))
-
-
-def _keys_in(source: ast.AST) -> Iterator[str]:
-    for node in ast.walk(source):
-        match node:
-            case ast.Subscript(slice=ast.Constant(value=str() as key)):
-                yield key
-            case ast.Call(func=ast.Attribute(attr="get" | "pop"), args=[ast.Constant(value=str() as key), *_]):
-                yield key
-
-
 def attributes_of_a_step(trainer: Trainer, methods: tuple[str, ...] = METHODS_OF_A_STEP) -> list[str]:
     """
     List the attributes of a trainer that upstream's code and the user's read within a step, in `methods` and those that they call,
