@@ -102,20 +102,14 @@ class Loops:
         Replace successive rows, beginning with row `start`, of shape `()` on the device, of a tensor `(rows, ...)`.
         The tensor is not to be used afterwards, but what is returned.
         """
-        return self.put_block(tensor, rows, (start, *[None] * (tensor.ndim - 1)))
+        return self.put_block(tensor, rows, start, dim=0)
 
-    def put_block(
-        self, tensor: torch.Tensor, block: torch.Tensor, starts: tuple[torch.Tensor | None, ...]
-    ) -> torch.Tensor:
+    def put_block(self, tensor: torch.Tensor, block: torch.Tensor, start: torch.Tensor, dim: int) -> torch.Tensor:
         """
-        Replace a block of a tensor, of as many dimensions. `starts` has the place of its first element in each, on the
-        device, int32 of shape `()`, or `None` for the first. The tensor is not to be used afterwards, but what is returned.
+        Replace a block of a tensor, of as many dimensions, which begins at `start` of dimension `dim`, on the device, int32
+        of shape `()`, and at the first element of the others. The tensor is not to be used afterwards, but what is returned.
         """
-        place = tensor.detach()
-        for dim, start in enumerate(starts):
-            if start is not None:
-                place = place.narrow(dim, int(start), block.shape[dim])
-        place.copy_(block)
+        tensor.detach().narrow(dim, int(start), block.shape[dim]).copy_(block)
         return tensor
 
     def prevent_hoisting(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -320,7 +320,7 @@ class Generator:
         length = keys_and_values[0].shape[-2]
         cache = StaticKeyValueCache(self._backend, self._num_layers, length, index, keys_and_values)
         if self._sampler.reads_history:
-            history = self._backend.loops.put_block(history, token[:, None], (None, index))
+            history = self._backend.loops.put_block(history, token[:, None], index, dim=1)
         logits = self._logits(token[:, None], attention[:, :length], position, cache)
         token, log_prob = self._sampler.choose(logits, seed, number, history)
         token = torch.where(is_finished > 0, self.pad_token_id, token)

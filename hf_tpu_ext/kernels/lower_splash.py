@@ -142,36 +142,7 @@ def lower(function, platform: str, arguments: list) -> bytes:
     computation = xla_client._xla.mlir.mlir_module_to_xla_computation(
         program.mlir_module_serialized, use_tuple_args=False, return_tuple=True
     )
-    return without_id(computation.as_serialized_hlo_module_proto())
-
-
-def without_id(module: bytes) -> bytes:
-    """A `HloModuleProto` without its field 5: the number of the module in its process, which torch_xla would hash."""
-    rest, place = bytearray(), 0
-
-    def number() -> int:
-        nonlocal place
-        value = shift = 0
-        while True:
-            byte = module[place]
-            place += 1
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return value
-
-    while place < len(module):
-        start = place
-        field, kind = divmod(number(), 8)
-        if kind == 0:
-            number()
-        else:
-            # Sizes of the other kinds of fields of the wire format of protocol buffers.
-            size = {1: lambda: 8, 2: number, 5: lambda: 4}[kind]()
-            place += size
-        if field != 5:
-            rest += module[start:place]
-    return bytes(rest)
+    return computation.as_serialized_hlo_module_proto()
 
 
 def main(directory: Path) -> None:

@@ -50,7 +50,7 @@ class _Layer(CacheLayerMixin):
         return self.keys.mT.unflatten(0, of_row).mT, self.values.unflatten(0, of_row)
 
     def _put(self, cache: Tensor, states: Tensor) -> Tensor:
-        return self._backend.loops.put_block(cache, states, (*[None] * (cache.ndim - 2), self._index, None))
+        return self._backend.loops.put_block(cache, states, self._index, dim=cache.ndim - 2)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return (query_length if self._index is None else self._length), 0

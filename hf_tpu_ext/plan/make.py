@@ -13,7 +13,7 @@ from ..hardware.prices import PRICES, read_prices
 from ..hardware.topologies import Topology
 from ..installing import install_command
 from ..kernels.versions import find_wrong_versions, required_versions
-from ..layers.flops import read_dimensions, step_flops
+from ..layers.flops import step_flops
 from ..sharding import describe_hosts, describe_mesh
 from ..step.train_step import MICRO_STEP, OPTIMIZER_STEP
 from .compiler import compile_programs
@@ -81,11 +81,10 @@ def make_plan(
 
 def _model_flops(run: Run, program: CompiledProgram) -> float | None:
     """FLOPs of a training program that are not computed again, where the model can be counted."""
-    dimensions = read_dimensions(run.config)
-    if dimensions is None or run.other_passes or program.kind not in (MICRO_STEP, OPTIMIZER_STEP):
+    if run.other_passes or program.kind not in (MICRO_STEP, OPTIMIZER_STEP):
         return None
     adapters = run.trained_parameters if run.trained_parameters < run.parameters else None
-    return step_flops(dimensions, program.batch_shape, adapters)
+    return step_flops(run.config, program.batch_shape, adapters)
 
 
 def _describe(run: Run, programs: Sequence[TracedProgram], topology: Topology) -> dict[str, str]:

@@ -1,13 +1,13 @@
 """Which parameter is split over which axis of the mesh, and what that leaves on each chip."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from ..backends.base import Backend
-from ..formatting import format_bytes, format_size, name_of_any_layer
+from ..formatting import format_bytes
 from ..layers.attention import choose_attention
 from ..layers.layer_scan import LayerStack
 from ..layers.rope import use_matrix_rope
@@ -49,7 +49,7 @@ def partition_spec(shape: tuple[int, ...], mesh: dict[str, int]) -> PartitionSpe
 
 class ShardingPlan:
     """
-    Place of every parameter of a model on a mesh. `print(plan)` shows it as a table.
+    Place of every parameter of a model on a mesh.
 
     Gradients and optimizer moments are split as their parameter is.
 
@@ -113,32 +113,6 @@ class ShardingPlan:
             parameter.num_bytes // parameter.shards * (4 + has_average if parameter.trainable else 1)
             for parameter in self.parameters
         )
-
-    def __str__(self) -> str:
-        # Layers of a model are placed in the same way: one line stands for all of them.
-        rows: dict[PlannedParameter, int] = {}
-        for parameter in self.parameters:
-            kind = replace(parameter, name=name_of_any_layer(parameter.name))
-            rows[kind] = rows.get(kind, 0) + 1
-        lines = [("parameter", "count", "shape", "sharding", "per chip", "trained")]
-        for kind, count in rows.items():
-            place = ", ".join(
-                f"dim {dim}: {axis}={kind.shards}" for dim, axis in enumerate(kind.spec) if axis is not None
-            )
-            per_chip = format_bytes(kind.num_bytes // kind.shards * count)
-            is_trained = "yes" if kind.trainable else "no"
-            lines.append((kind.name, str(count), format_size(kind.shape), place or "replicated", per_chip, is_trained))
-        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-        table = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-        ]
-        table.insert(1, "  ".join("-" * width for width in widths))
-        total = sum(parameter.num_bytes for parameter in self.parameters)
-        table.append(
-            f"Weights: {format_bytes(total)}, {format_bytes(self.weight_bytes_per_chip)} on each chip. With gradients and "
-            f"AdamW's moments: {format_bytes(self.state_bytes_per_chip())} on each chip, without activations."
-        )
-        return "\n".join(table)
 
 
 def place_model(model: nn.Module, backend: Backend, mesh: dict[str, int], attention: str = "auto") -> ShardingPlan:

@@ -1,4 +1,4 @@
-"""Which parameter is split over which axis, what stays on a chip, and the table that says so."""
+"""Which parameter is split over which axis, and what stays on a chip."""
 
 import pytest
 import torch
@@ -54,21 +54,6 @@ class Small(nn.Module):
         self.odd = nn.Parameter(torch.ones(3, 3))
 
 
-TABLE = """\
-parameter           count  shape    sharding       per chip  trained
-------------------  -----  -------  -------------  --------  -------
-odd                 1      3 x 3    replicated     36 B      yes
-embed.weight        1      32 x 16  dim 0: fsdp=4  512 B     no
-layers.*.norm       2      16       replicated     128 B     yes
-layers.*.up.weight  2      64 x 16  dim 0: fsdp=4  2.05 kB   yes
-layers.*.up.bias    2      64       replicated     512 B     yes
-Weights: 10.92 kB, 3.24 kB on each chip. With gradients and AdamW's moments: 11.41 kB on each chip, without activations."""
-
-
-def test_table():
-    assert str(ShardingPlan(Small(), BOTH)) == TABLE
-
-
 def test_bytes_on_a_chip():
     model = Small()
     frozen, split, whole = 32 * 16 * 4, 2 * 64 * 16 * 4, (2 * 64 + 2 * 16 + 9) * 4
@@ -111,11 +96,8 @@ def test_a_model_in_full(tied):
         is_split = len(parameter.shape) > 1 and any(size % 8 == 0 for size in parameter.shape)
         assert parameter.shards == (8 if is_split else 1), parameter
         assert sum(axis == "fsdp" for axis in parameter.spec) == int(is_split)
-    lines = str(plan).splitlines()
-    assert [line.split()[1] for line in lines if line.startswith("model.layers.*.self_attn.q_proj.weight")] == ["2"]
     whole = ShardingPlan(tied, WHOLE)
     assert {parameter.shards for parameter in whole.parameters} == {1}
-    assert str(whole).count("replicated") == len(str(whole).splitlines()) - 3
 
 
 def test_a_model_with_lora(tied):
@@ -131,7 +113,6 @@ def test_a_model_with_lora(tied):
         assert by_name[name].spec == ((None, "fsdp") if shape[0] == 4 else ("fsdp", None))
     trained_bytes = sum(by_name[name].num_bytes // 8 for name in trained)
     assert plan.state_bytes_per_chip() == plan.weight_bytes_per_chip + 3 * trained_bytes
-    assert [line.split()[-1] for line in str(plan).splitlines()].count("yes") == 2
 
 
 # ---- Advice ----

@@ -9,7 +9,7 @@ from hf_tpu_ext import TPUSFTConfig
 from hf_tpu_ext.backends.insight import Counters
 from hf_tpu_ext.backends.xla.backend import XLABackend
 from hf_tpu_ext.hardware.topologies import find_chip
-from hf_tpu_ext.layers.flops import read_dimensions, step_flops
+from hf_tpu_ext.layers.flops import step_flops
 from hf_tpu_ext.report.metrics import BESIDES_STEPS
 
 
@@ -124,7 +124,7 @@ def test_utilization_where_the_chip_is_known(shown, monkeypatch):
         trained = None
         if lora is not None:
             trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
-        flops = step_flops(read_dimensions(trainer.model.config), shape, trained)
+        flops = step_flops(trainer.model.config, shape, trained)
         (entry,) = logs.of_steps
         expected = flops / entry["step_time"] / (chip.flops_per_second * trainer.backend.num_chips)
         assert entry["mfu"] == pytest.approx(expected, abs=1e-4)

@@ -55,12 +55,8 @@ class TorchTPUInsight(Insight):
 class TorchTPULoops(Loops):
     """What is put at a place that is on the device, is one program for all places."""
 
-    def put_block(
-        self, tensor: torch.Tensor, block: torch.Tensor, starts: tuple[torch.Tensor | None, ...]
-    ) -> torch.Tensor:
-        # Not in place: of what is changed in place, a compiled function makes another tensor, and copies it. Nobody asks for
-        # more dimensions than one.
-        ((dim, start),) = ((dim, start) for dim, start in enumerate(starts) if start is not None)
+    def put_block(self, tensor: torch.Tensor, block: torch.Tensor, start: torch.Tensor, dim: int) -> torch.Tensor:
+        # Not in place: of what is changed in place, a compiled function makes another tensor, and copies it.
         places = start + torch.arange(block.shape[dim], device=tensor.device)
         return tensor.detach().index_copy(dim, places, block)
 
@@ -331,10 +327,6 @@ class TorchTPUBackend(Backend):
     def compiles(self) -> int:
         stats = torch.tpu._get_cache_stats()
         return stats.num_cache_reqs - stats.num_cache_hits
-
-    @property
-    def compile_mark(self) -> Callable[[], object]:
-        return self.compiles
 
     def counters(self) -> Counters:
         stats = torch.tpu._get_cache_stats()

@@ -53,10 +53,9 @@ def _take_rows(tensor: xb.Op, start: xb.Op, size: int) -> xb.Op:
 
 
 @partial(register, "put_block")
-def _put_block(tensor: xb.Op, block: xb.Op, *places: xb.Op, dims: tuple[int, ...]) -> xb.Op:
-    starts = [places[0].zeros_like()] * tensor.shape().rank
-    for dim, place in zip(dims, places, strict=True):
-        starts[dim] = place
+def _put_block(tensor: xb.Op, block: xb.Op, start: xb.Op, dim: int) -> xb.Op:
+    starts = [start.zeros_like()] * tensor.shape().rank
+    starts[dim] = start
     return tensor.dynamic_update_slice(block, starts)
 
 
@@ -123,11 +122,8 @@ class XLALoops(Loops):
     def take_rows(self, tensor: torch.Tensor, start: torch.Tensor, size: int) -> torch.Tensor:
         return _take_rows(tensor, start, size=size)
 
-    def put_block(
-        self, tensor: torch.Tensor, block: torch.Tensor, starts: tuple[torch.Tensor | None, ...]
-    ) -> torch.Tensor:
-        dims = tuple(dim for dim, start in enumerate(starts) if start is not None)
-        return _put_block(tensor, block, *(starts[dim] for dim in dims), dims=dims)
+    def put_block(self, tensor: torch.Tensor, block: torch.Tensor, start: torch.Tensor, dim: int) -> torch.Tensor:
+        return _put_block(tensor, block, start, dim=dim)
 
     def prevent_hoisting(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype != torch.float32 or tensor.numel() < _LEAST_KEPT:

@@ -25,7 +25,7 @@ from ...callbacks.step_status import StepStatus
 from ...data.padding_report import TokenWaste
 from ...errors import UserError
 from ...formatting import count, dtype_name, format_bytes
-from ...layers.flops import read_dimensions, step_flops
+from ...layers.flops import step_flops
 from ...quantization.bitsandbytes import find_config
 from ...quantization.packed_linear import count_parameters, names_of_packed
 from ..checks.datasets import named_datasets
@@ -112,12 +112,11 @@ class StatusMixin:
     def _flops_of_batch(self) -> Callable[[tuple[int, int]], float | None] | None:
         """What counts the arithmetic of a batch of a shape, where this model can be counted."""
         model = unwrap_peft_model(self.model)
-        dimensions = read_dimensions(model.config) if isinstance(model, PreTrainedModel) else None
         # A teacher or a reference takes part of the time.
-        if dimensions is None or self._runs_other_passes:
+        if not isinstance(model, PreTrainedModel) or self._runs_other_passes:
             return None
         parameters, num_trained = count_parameters(self.model)
-        return cache(partial(step_flops, dimensions, adapters=num_trained if num_trained < parameters else None))
+        return cache(partial(step_flops, model.config, adapters=num_trained if num_trained < parameters else None))
 
     def _read_train_metrics(self, grad_norm: torch.Tensor | float | None = None) -> dict[str, float]:
         """Read the loss, the gradient norm if there is one, and the metrics, all in one transfer."""
