@@ -19,9 +19,16 @@ from trl import SFTTrainer
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
 from hf_tpu_ext.backends.random_state import read_random_state
+from hf_tpu_ext.examples.tiny import make_model
 from hf_tpu_ext.step.fingerprint import COUNTS_ATTRIBUTES, Fingerprint, Reach
 from hf_tpu_ext.trainers.run.programs import reach_of_trainer
 from hf_tpu_ext.trainers.run.user_code import find_own_code, names_of_a_step
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """Of one layer, which compiles in half the time."""
+    return make_model(tmp_path_factory.mktemp("tiny"), hidden_size=32, intermediate_size=48, num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +95,8 @@ def own(*args, **kwargs):
 
 
 @contextmanager
-def first_layer_only(trainer):
-    with attribute(base(trainer).model, "layers", base(trainer).model.layers[:1]):
+def other_list_of_layers(trainer):
+    with attribute(base(trainer).model, "layers", base(trainer).model.layers[:]):
         yield
 
 
@@ -114,8 +121,8 @@ def in_dict(entries, key, value):
 @pytest.mark.parametrize(
     "changed, says",
     [
-        (lambda t: attribute(base(t).config, "num_hidden_layers", 1), "config.num_hidden_layers` was 2, is 1"),
-        (first_layer_only, "model.model.layers` was replaced"),
+        (lambda t: attribute(base(t).config, "num_hidden_layers", 2), "config.num_hidden_layers` was 1, is 2"),
+        (other_list_of_layers, "model.model.layers` was replaced"),
         (lambda t: attribute(base(t).model, "norm", nn.Identity()), "model.model.norm` was replaced"),
         (lambda t: attribute(base(t).model, "added", None), "model.model.added` was added"),
         (lambda t: attribute(base(t).model.rotary_emb, "attention_scaling", np.float32(2)), "attention_scaling"),
@@ -362,13 +369,13 @@ def test_a_module_of_the_users_is_traced_and_named_once(xla, tmp_path, caplog, s
 
 
 def test_an_attention_of_the_users_is_used_and_traced(runs, tiny_model, caplog, same_logs):
-    """It computes something else from its seventh call on: a trace cannot know."""
+    """It computes something else from its fourth call on: a trace cannot know."""
     calls = []
 
     def attend(module, query, key, value, mask, **kwargs):
         calls.append(module)
         output, weights = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
-        return output * (1.5 if len(calls) > 6 else 1), weights
+        return output * (1.5 if len(calls) > 3 else 1), weights
 
     AttentionInterface.register("of_a_test", attend)
     trainers = []
@@ -452,7 +459,8 @@ def test_lines_of_a_loss_of_ones_own_are_named(runs):
         logits = outputs.logits[:, :length]
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels[:, :length].flatten())
 
-    trainer = runs.ours(config_cls=TPUSFTConfig, max_steps=4, logging_steps=4, kwargs={"compute_loss_func": own_loss})
+    settings = dict(max_steps=4, logging_steps=4, gradient_checkpointing=False)
+    trainer = runs.ours(config_cls=TPUSFTConfig, kwargs={"compute_loss_func": own_loss}, **settings)
     causes = [event.cause for event in trainer.watch.events_of_run if event.cause is not None]
     lines, first = inspect.getsourcelines(own_loss)
     named = [f"[test_user_code.py:{first + index}]" for index in (2, 3)]
@@ -487,8 +495,10 @@ def test_attributes_that_a_loss_of_ones_own_reads_are_compared(runs, kind):
     """With `step_replay=True`, too, of which the code does the same at every step but for them."""
     logs = []
     for step_replay in (True, False):
-        settings = {"step_replay": step_replay, "max_steps": 8, "eval_strategy": "steps", "eval_steps": 4}
-        trainer = runs.ours(cls=Weighs, config_cls=TPUSFTConfig, train=False, **settings)
+        settings = {"step_replay": step_replay, "max_steps": 6, "eval_strategy": "steps", "eval_steps": 3}
+        settings["gradient_checkpointing"] = False
+        few = {"eval_dataset": runs.eval_dataset.select(range(4))}
+        trainer = runs.ours(cls=Weighs, config_cls=TPUSFTConfig, train=False, kwargs=few, **settings)
         one = 1.0 if kind == "number" else trainer.backend.send(torch.tensor(1.0))
         trainer.own = SimpleNamespace(weight=one)
         trainer.add_callback(SetsWeight(trainer, kind))
