@@ -1,5 +1,7 @@
 """Fine-tuning from a teacher's cache: the same as beside the teacher itself, to the 16 bits that are kept."""
 
+from functools import cache
+
 import pytest
 import torch
 from fixes import refusal
@@ -10,18 +12,28 @@ from trl.trainer.utils import add_fused_lm_head
 from hf_tpu_ext.distillation.cache_builder import Sequences, TeacherRun, build_cache, weights_hash
 from hf_tpu_ext.distillation.cache_format import CacheSettings, chat_template_hash, tokenizer_hash
 from hf_tpu_ext.distillation.cache_writer import CacheWriter
+from hf_tpu_ext.examples.tiny import make_model
 from hf_tpu_ext.layers.static_kernels import use_static_kernels
 
 
 VOCABULARY = 259
 
 
-@pytest.fixture
-def make_cache(runs, teacher, tmp_path):
-    """Runs the teacher over the prepared data of `runs`."""
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """Of one layer, which compiles in half the time."""
+    return make_model(tmp_path_factory.mktemp("tiny"), hidden_size=32, intermediate_size=48, num_hidden_layers=1)
 
-    def make(directory="cache", top_k=32, temperatures=(1.0, 2.0), teacher=teacher, **kwargs):
-        trainer = runs.ours(train=False, **({"kwargs": kwargs} if kwargs else {}))
+
+@pytest.fixture(scope="module")
+def make_cache(xla, runs_class, tiny_model, teacher, tmp_path_factory):
+    """Runs the teacher over the prepared data of `runs`, once for all tests of the same cache."""
+    runs = runs_class(tiny_model, tmp_path_factory.mktemp("run"))
+
+    @cache
+    def make(top_k=32, teacher=teacher, train_dataset=runs.train_dataset):
+        directory = tmp_path_factory.mktemp("caches") / "cache"
+        trainer = runs.ours(train=False, kwargs={"train_dataset": train_dataset})
         model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
         add_fused_lm_head(model)
         use_static_kernels(model)
@@ -34,17 +46,17 @@ def make_cache(runs, teacher, tmp_path):
             chat_template_hash=chat_template_hash(runs.tokenizer),
             vocab_size=VOCABULARY,
             top_k=top_k,
-            temperatures=temperatures,
+            temperatures=(1.0, 2.0),
             max_length=trainer.args.max_length,
             compute_dtype="float32",
             dataset_hash=sequences.hash,
             sequences=len(sequences.keys),
             tokens=sum(sequences.lengths),
         )
-        writer = CacheWriter(tmp_path / directory, settings, sequences.keys, sequences.lengths, False)
+        writer = CacheWriter(directory, settings, sequences.keys, sequences.lengths, False)
         run = TeacherRun(model, trainer.backend, trainer.data_collator, 8, runs.tokenizer.pad_token_id)
         build_cache(run, sequences, writer, quiet=True)
-        return str(tmp_path / directory)
+        return str(directory)
 
     return make
 
@@ -68,9 +80,9 @@ def test_xla_is_eager_cpu(distil, make_cache, same_logs):
 
 @pytest.mark.slow
 def test_eight_chips(rows, same_on_eight_chips, make_cache):
-    cache = make_cache(train_dataset=rows(120))
+    made = make_cache(train_dataset=rows(120))
     specs = {"data": dict(gradient_accumulation_steps=2), "fsdp": dict(mesh="fsdp", kd_temperature=2.0)}
-    same_on_eight_chips(specs, kd_cache=cache)
+    same_on_eight_chips(specs, kd_cache=made)
 
 
 @pytest.mark.slow
@@ -81,31 +93,26 @@ def test_executions_and_reads_are_those_of_plain_fine_tuning(runs, make_cache):
     assert sum(step.compiles for step in steps[1:]) == 0
 
 
-def test_what_the_start_says(distil, make_cache, capsys):
-    distil(kd_cache=make_cache(), kd_temperature=2.0, max_steps=1)
-    out = capsys.readouterr().out
-    assert "its top 32 tokens" in out and "of its mass at temperature 2" in out
-
-
-def test_bad_caches(runs, rows, distil, make_cache, teacher, tmp_path):
-    cache = make_cache()
+def test_bad_caches(rows, distil, make_cache, tmp_path):
+    made = make_cache()
     for config, message in (
         (dict(kd_cache=str(tmp_path / "nothing")), "hf-tpu cache-teacher"),
-        (dict(kd_cache=cache, kd_temperature=3.0), r"\[1.0, 2.0\]"),
-        (dict(kd_cache=cache, kd_top_k=64), "1...32"),
-        (dict(kd_cache=cache, max_length=40), "max_length=48"),
-        (dict(kd_cache=cache, packing=True), "packing=False"),
-        (dict(kd_cache=cache, kd_teacher="another/teacher"), "another/teacher"),
-        (dict(kd_cache=cache, kwargs={"train_dataset": rows(9, seed=7)}), "9 of 9 sequences of train_dataset"),
+        (dict(kd_cache=made, kd_temperature=3.0), r"\[1.0, 2.0\]"),
+        (dict(kd_cache=made, kd_top_k=64), "1...32"),
+        (dict(kd_cache=made, max_length=40), "max_length=48"),
+        (dict(kd_cache=made, packing=True), "packing=False"),
+        (dict(kd_cache=made, kd_teacher="another/teacher"), "another/teacher"),
+        (dict(kd_cache=made, kwargs={"train_dataset": rows(9, seed=7)}), "9 of 9 sequences of train_dataset"),
     ):
         with pytest.raises(ValueError, match=message):
             distil(**config)
 
 
-def test_a_cache_of_the_student_itself(runs, distil, make_cache):
-    cache = make_cache(teacher=str(runs.model_dir))
-    message = refusal(distil, {"kd_cache": cache})
+def test_a_cache_of_the_student_itself_and_what_the_start_says(runs, distil, make_cache, capsys):
+    made = make_cache(teacher=str(runs.model_dir))
+    message = refusal(distil, {"kd_cache": made})
     assert "the student itself. Train with LoRA (use_peft: true)" in message
     assert "or build a cache of another teacher: hf-tpu cache-teacher" in message
-    distil(kd_cache=cache, max_steps=1, lora={})
-    distil(kd_cache=make_cache("another"), max_steps=1)
+    distil(kd_cache=made, kd_temperature=2.0, max_steps=1, lora={})
+    out = capsys.readouterr().out
+    assert "its top 32 tokens" in out and "of its mass at temperature 2" in out
