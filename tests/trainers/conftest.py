@@ -31,6 +31,12 @@ def tiny_model(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def shallow_model(tmp_path_factory):
+    """Directory of the tiny model with a single layer, for tests that compile many programs in which layers are no matter."""
+    return make_model(tmp_path_factory.mktemp("shallow"), hidden_size=32, intermediate_size=48, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="session")
 def wide_model(tmp_path_factory):
     """Directory of a tiny model whose linear layers have blocks of bitsandbytes along their rows."""
     return make_model(tmp_path_factory.mktemp("wide"), hidden_size=64, intermediate_size=128, num_hidden_layers=3)

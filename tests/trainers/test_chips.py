@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from trl import SFTConfig
 
 from hf_tpu_ext import TPUSFTConfig
-from hf_tpu_ext.examples.tiny import make_model
 from hf_tpu_ext.trainers.run.chips import count_all_chips
 
 
@@ -72,10 +71,9 @@ def for_each(names):
 
 
 @pytest.fixture(scope="module")
-def model_for(tiny_model, tmp_path_factory):
-    """Directory of a model of one layer, or of the tiny one's two where layers run as a loop."""
-    shallow = make_model(tmp_path_factory.mktemp("shallow"), hidden_size=32, intermediate_size=48, num_hidden_layers=1)
-    return lambda config: str(tiny_model if "scan_layers" in config else shallow)
+def model_for(tiny_model, shallow_model):
+    """Directory of a model of one layer, or of two where they run as a loop."""
+    return lambda config: str(tiny_model if "scan_layers" in config else shallow_model)
 
 
 @pytest.fixture(scope="module")

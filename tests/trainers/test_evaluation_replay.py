@@ -7,15 +7,14 @@ from preference import Case, trainer_for
 from transformers import TrainerCallback
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
-from hf_tpu_ext.examples.tiny import make_model
 
 
 BATCHES = 3
 
 
 @pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("tiny"), hidden_size=32, intermediate_size=48, num_hidden_layers=1)
+def tiny_model(shallow_model):
+    return shallow_model
 
 
 @pytest.fixture

@@ -19,8 +19,13 @@ ALL_LINEAR = {"target_modules": "all-linear"}
 
 
 @pytest.fixture
-def train(runs):
+def train(runs, shallow_model):
+    """Trains a model of one layer, or of two from the first run on in which they are a loop."""
+    two_layers, runs.model_dir = runs.model_dir, shallow_model
+
     def train(backend="xla", **config):
+        if config.get("scan_layers") == "on":
+            runs.model_dir = two_layers
         config = {"max_steps": 4, "warmup_steps": 0, "config_cls": TPUSFTConfig, **INT4, **config}
         try:
             return runs.ours(backend=backend, **config)
@@ -274,7 +279,7 @@ def test_a_group_size_that_does_not_divide(train):
 def test_what_has_no_effect_is_said(train):
     lines = train(train=False, qat_adapters="beside").compiled.changes
     assert "qat_adapters='beside' has no effect: there are no adapters (use_peft: true)" in lines
-    assert "fake quantization: weights of 14 linear layers in int4, groups of 16" in lines
+    assert "fake quantization: weights of 7 linear layers in int4, groups of 16" in lines
     lines = train(train=False, qat_scale="mse", lora={**ALL_LINEAR, "lora_dropout": 0.1}).compiled.changes
     assert any("in int4, groups of 16, scales by mse, adapters inside" in line for line in lines)
     assert any(line.startswith("lora_dropout has no effect with qat_adapters='inside'") for line in lines)

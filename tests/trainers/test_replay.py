@@ -10,7 +10,6 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import unwrap_peft_model
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
-from hf_tpu_ext.examples.tiny import make_model
 from hf_tpu_ext.step.optimizer import LazyAdamW
 
 
@@ -46,9 +45,8 @@ def same_bits(mine, theirs):
 
 
 @pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory):
-    """Each test compiles its programs twice or more, so this one has a single layer."""
-    return make_model(tmp_path_factory.mktemp("tiny"), hidden_size=32, intermediate_size=48, num_hidden_layers=1)
+def tiny_model(shallow_model):
+    return shallow_model
 
 
 @pytest.fixture

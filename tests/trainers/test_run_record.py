@@ -22,6 +22,11 @@ from hf_tpu_ext.watch.compilations import TooManyRecompiles
 CONFIG = dict(config_cls=TPUSFTConfig, run_report=True, max_steps=6, logging_steps=2)
 
 
+@pytest.fixture(scope="module")
+def tiny_model(shallow_model):
+    return shallow_model
+
+
 def test_a_run_leaves_its_report(runs, capsys):
     # Of a rank that no other test has: programs are compiled once in a process.
     trainer = runs.ours(
