@@ -109,11 +109,10 @@ def in_processes(spec, model_dir, directory, count=2, lost=False, backend="cpu")
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": port,
     }
-    # Else upstream takes the machine for one with a TPU.
-    common |= {"USE_TORCH_XLA": "0", "HF_TPU_EXT_BACKEND": backend, "OMP_NUM_THREADS": "1"}
+    common |= {"HF_TPU_EXT_BACKEND": backend, "OMP_NUM_THREADS": "1"}
     if backend == "cuda":
         # Of cuBLAS, which rounds otherwise from run to run without it.
-        common["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        common |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "USE_TORCH_XLA": "0"}
     # Imports may have looked for GPUs, after which a fork cannot use them.
     start = subprocess.Popen if backend == "cuda" else forked.Popen
     outputs = [directory / f"noted-{rank}.json" for rank in range(count)]
@@ -306,6 +305,10 @@ def run(
 def main(model_dir, directory, spec_file, output_file):
     import torch
 
+    from hf_tpu_ext.backends import select_backend
+
+    # Else upstream takes the machine for one with a TPU.
+    select_backend()
     torch.set_num_threads(1)
     # No sums of a GPU's threads in the order in which they happen to end.
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -19,6 +19,7 @@ from hf_tpu_ext.trainers.checkpoint.verification import find_damage
 BY_PROCESS = {
     "own tokens": dict(TAUGHT["online"], average_tokens_across_devices=False, max_steps=1),
 }
+PLAIN = dict(LEARNS, train_sampling_strategy="random")
 
 
 def rows_of_two(spec):
@@ -45,6 +46,7 @@ def two(tiny_model, teacher, data, tmp_path_factory):
     spec = {
         "cache": build(directory, tiny_model, teacher, data),
         **TAUGHT,
+        "plain": PLAIN,
         **BY_PROCESS,
         "whole": SAVES,
         "stopped": dict(SAVES, stop_at=3, save_strategy="no", run_report=True),
@@ -67,6 +69,7 @@ def one(tiny_model, teacher, data, tmp_path_factory):
         for process in range(2)
     }
     spec = {"cache": build(directory, tiny_model, teacher, data), **TAUGHT, **alone}
+    spec["stock"] = dict(PLAIN, ours=False)
     (noted,), _ = in_processes(
         rows_of_two(of_test(spec, teacher, directory / "cache")), tiny_model, directory, count=1
     )
@@ -97,6 +100,14 @@ def test_cache_that_two_processes_build_is_that_of_one(two, one):
     assert found == expected and len(found) == 7
     assert "in each of 2 processes, batch size 4" in two[2][0] and "24 sequences of" in two[2][0]
     assert "batch size 4" not in two[2][1] and "sequences of" not in two[2][1]
+
+
+def test_two_processes_train_what_upstreams_trainer_trains_in_one(two, one):
+    log, expected = two[1][0]["plain"]["log"][:3], one[1]["stock"]["log"][:3]
+    for entry, other in zip(log, expected, strict=True):
+        assert [entry["step"], entry["loss"], entry["grad_norm"]] == pytest.approx(
+            [other["step"], other["loss"], other["grad_norm"]], rel=1e-6, abs=1e-6
+        )
 
 
 def test_signal_to_one_process_stops_both_and_the_run_goes_on(two):
