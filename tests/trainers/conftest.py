@@ -134,6 +134,12 @@ def runs(xla, tiny_model, tmp_path, monkeypatch):
     return Runs(tiny_model, tmp_path / "run")
 
 
+@pytest.fixture
+def one_layer(runs, shallow_model):
+    """Has `runs` train a model of one layer, whose programs are compiled in two thirds of the time or less."""
+    runs.model_dir = shallow_model
+
+
 def logged(trainer):
     """The log history without what is measured in seconds or estimated."""
     timed = ("runtime", "per_second", "flos", "preparation_time", "step_time", "phase/", "mfu", "memory")

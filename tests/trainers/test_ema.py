@@ -93,8 +93,10 @@ def assert_equal(averages, expected):
     ],
     ids=["full", "lora-accumulated-warm-up", "layers-in-a-loop"],
 )
-def test_it_is_pytorchs_in_float64_and_costs_no_execution(runs, config):
+def test_it_is_pytorchs_in_float64_and_costs_no_execution(runs, shallow_model, config):
     """Also the same as on an eager device, up to rounding."""
+    if "scan_layers" not in config:
+        runs.model_dir = shallow_model
     ours = runs.ours(config_cls=TPUSFTConfig, train=False, logging_steps=100, **SETTINGS, **config)
     counter = CountPerStep(ours.backend)
     ours.add_callback(counter)
@@ -248,7 +250,9 @@ def resume(runs, tmp_path):
     ],
     ids=["layers-in-a-loop", "lora", "cpu"],
 )
-def test_resumed_it_is_equal_bit_for_bit(runs, resume, config):
+def test_resumed_it_is_equal_bit_for_bit(runs, resume, shallow_model, config):
+    if "scan_layers" not in config:
+        runs.model_dir = shallow_model
     backend = config.pop("backend", "xla")
     train = on_cpu if backend == "cpu" else lambda runs, **config: runs.ours(config_cls=TPUSFTConfig, **config)
     whole = train(runs, **SETTINGS, **SAVES, **config)
@@ -270,6 +274,7 @@ def test_it_moves_between_devices_and_ways_to_run_layers(runs, resume):
     assert_close(saved(resume(checkpoint, "cpu")), expected)
 
 
+@pytest.mark.usefixtures("one_layer")
 def test_a_checkpoint_without_one_begins_it(runs, resume, caplog):
     plain = runs.ours(config_cls=TPUSFTConfig, max_steps=4, adam_epsilon=1e-4, **SAVES)
     assert not list(Path(plain.args.output_dir).rglob(EMA_FILE))
@@ -283,6 +288,7 @@ def test_a_checkpoint_without_one_begins_it(runs, resume, caplog):
     assert not (checkpoint / EMA_FILE).exists()
 
 
+@pytest.mark.usefixtures("one_layer")
 def test_other_parameters_than_before(runs, resume):
     whole = runs.ours(config_cls=TPUSFTConfig, **{**SETTINGS, "max_steps": 4}, **SAVES)
     checkpoint = Path(whole.args.output_dir) / "checkpoint-4"
@@ -301,6 +307,7 @@ def test_a_second_training_goes_on_with_it(runs):
     assert any(not torch.equal(first[name], average) for name, average in saved(trainer).items())
 
 
+@pytest.mark.usefixtures("one_layer")
 @pytest.mark.parametrize("backend", ["xla", "cpu"])
 def test_short_weights_have_a_long_average(runs, backend):
     model = AutoModelForCausalLM.from_pretrained(runs.model_dir, dtype=torch.bfloat16)
@@ -381,6 +388,7 @@ def test_settings_that_cannot_be(config_cls, settings, words, tmp_path):
     refused(words, lambda: config_cls(str(tmp_path), **settings))
 
 
+@pytest.mark.usefixtures("one_layer")
 def test_the_start_says_how_much_of_the_beginning_is_left(runs, capsys):
     on_cpu(runs, **{**SETTINGS, "max_steps": 2})
     output = capsys.readouterr().out

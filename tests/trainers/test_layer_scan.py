@@ -66,7 +66,14 @@ def test_family_trains_as_upstreams(runs, scanned, same_logs, make, family):
     "config",
     [
         pytest.param(dict(lora={}), marks=pytest.mark.slow),
-        dict(lora={}, rematerialization="dots", learning_rate=1e-2),
+        dict(
+            lora={},
+            rematerialization="dots",
+            learning_rate=1e-2,
+            packing=True,
+            packing_strategy="wrapped",
+            max_steps=3,
+        ),
         pytest.param(dict(rematerialization="dots", max_grad_norm=0.5), marks=pytest.mark.slow),
         # Not a loop: stacked parameters of unrolled layers.
         pytest.param(
@@ -74,7 +81,7 @@ def test_family_trains_as_upstreams(runs, scanned, same_logs, make, family):
         ),
         pytest.param(dict(rematerialization="none", lora={}, learning_rate=1e-2), marks=pytest.mark.slow),
         dict(gradient_accumulation_steps=2, max_steps=3),
-        dict(packing=True, packing_strategy="wrapped", max_steps=3),
+        pytest.param(dict(packing=True, packing_strategy="wrapped", max_steps=3), marks=pytest.mark.slow),
         pytest.param(dict(step_replay=False, max_steps=3), marks=pytest.mark.slow),
     ],
     ids=lambda config: "-".join(f"{key}={value}" for key, value in config.items()),
@@ -160,8 +167,8 @@ def test_layers_that_may_look_at_other_rows_get_them_all(scanned, make, in_block
 def test_checkpoints_are_those_of_the_layers(scanned, same_logs, same_steps, make, tmp_path, policy):
     """Written by a run of either kind, resumed by a run of either kind."""
     config = dict(max_steps=4, save_strategy="steps", save_steps=2, lora=None, rematerialization=policy)
-    one = scanned(make(), output_dir=str(tmp_path / "on"), **config)
-    other = scanned(make(), output_dir=str(tmp_path / "off"), scan_layers="off", **config)
+    one = scanned(make(num_hidden_layers=2), output_dir=str(tmp_path / "on"), **config)
+    other = scanned(make(num_hidden_layers=2), output_dir=str(tmp_path / "off"), scan_layers="off", **config)
     same_logs(one, other)
     for step in (2, 4):
         weights, expected = (
@@ -181,7 +188,7 @@ def test_checkpoints_are_those_of_the_layers(scanned, same_logs, same_steps, mak
                 torch.testing.assert_close(state["state"][number][name], tensor, rtol=1e-4, atol=1e-6)
     for written, scan_layers in (("on", "off"), ("off", "on")):
         resumed = scanned(
-            make(),
+            make(num_hidden_layers=2),
             output_dir=str(tmp_path / "resumed"),
             scan_layers=scan_layers,
             train=False,
@@ -358,11 +365,11 @@ class Freezes(TrainerCallback):
 @pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_layers_that_are_no_longer_alike_leave_the_loop(runs, same_logs, make, caplog, accumulation):
     config = dict(max_steps=9, gradient_accumulation_steps=accumulation, kwargs={"callbacks": [Freezes()]})
-    model = make()
+    model = make(num_hidden_layers=2)
     ours = runs.ours(model, config_cls=TPUSFTConfig, scan_layers="on", **config)
     assert ours.layers.stack is None
     assert "scan_layers is off from here on, layers are unrolled: self_attn.q_proj of layer 1 differs" in caplog.text
-    same_logs(ours, runs.stock(make(), **config))
+    same_logs(ours, runs.stock(make(num_hidden_layers=2), **config))
     assert not any(parameter.requires_grad for parameter in model.get_submodule("model.layers.1").parameters())
 
 
