@@ -28,6 +28,8 @@ from hf_tpu_ext.trainers import ExtensionArguments
 
 
 STEPS, ROWS, EVAL_EVERY = 20, 22, 6
+# It compiles in half the time.
+ONE_LAYER = {"num_hidden_layers": 1}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
 STOCK = {
     "dpo": (DPOTrainer, DPOConfig),

@@ -148,6 +148,7 @@ class Case:
         conversation (`bool`): Whether prompts are messages.
         evaluates (`bool`): Whether there is an evaluation set.
         model (`str`): Family of the tiny model.
+        model_config (`dict`): Fields of its configuration.
         steps (`int`): Optimizer steps.
     """
 
@@ -158,6 +159,7 @@ class Case:
     conversation: bool = False
     evaluates: bool = False
     model: str = "qwen3"
+    model_config: dict[str, Any] = field(default_factory=dict)
     steps: int = STEPS
 
 
@@ -181,7 +183,7 @@ def trainer_for(case: Case, base: Path, ours: bool, **given):
         config |= {"eval_strategy": "steps", "eval_steps": 3}
     of_package = {*ExtensionArguments.__dataclass_fields__, "max_prompt_length", "share_prompts"}
     config |= {key: value for key, value in case.settings.items() if ours or key not in of_package}
-    directory = _model_dir(base, case.model)
+    directory = _model_dir(base, case.model, **case.model_config)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     rewards, more = [], {}

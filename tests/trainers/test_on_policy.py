@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from preference import ONE_LAYER
 from rollouts import OURS, STOCK, WRITING, Case, assert_same_numbers, assert_written, train, trainer_for
 from test_counts import counted_alone, on_torch_tpu
 from test_preference_resume import logged_after, weights_and_moments
@@ -18,7 +19,11 @@ ACCUMULATED = {"gradient_accumulation_steps": 2}
 
 
 def case(lora=None, **settings):
-    options = {key: settings.pop(key) for key in ("conversation", "evaluates", "model", "steps") if key in settings}
+    options = {
+        key: settings.pop(key)
+        for key in ("conversation", "evaluates", "model", "model_config", "steps")
+        if key in settings
+    }
     return Case("distillation", settings, lora=lora, rewards=(), **options)
 
 
@@ -32,6 +37,7 @@ CASES = {
         evaluates=True,
         log_completions=True,
         num_completions_to_print=1,
+        model_config=ONE_LAYER,
     ),
     "loop": case(beta=0.0, scan_layers="on"),
 }
@@ -84,7 +90,7 @@ def test_every_number_is_upstreams(xla, models, name):
 
 def test_what_the_student_writes(xla, models, writes, tmp_path):
     """Greedily the student writes what upstream's does, so all numbers are the same, in three programs; a resumed run goes on."""
-    greedy = case(top_k=1, steps=10, max_completion_length=6, learning_rate=1e-2)
+    greedy = case(top_k=1, steps=10, max_completion_length=6, learning_rate=1e-2, model_config=ONE_LAYER)
     reference = train(greedy, models, ours=False)
     saves = {"save_strategy": "steps", "save_steps": 4, "output_dir": str(tmp_path / "run")}
     trainer = train(replace(greedy, settings={**greedy.settings, **saves}), models, ours=True)
@@ -132,7 +138,7 @@ def test_eight_devices(xla, tmp_path):
 )
 def test_divergence_in_float64(xla, models, beta, trains_head):
     """The loop over tokens, of another width than the teacher's, beside the formula in float64."""
-    trainer = trainer_for(case(), models, ours=True)
+    trainer = trainer_for(case(model_config=ONE_LAYER), models, ours=True)
     generator = torch.Generator().manual_seed(0)
     # In chunks of 1024.
     shapes = [(2100, 16), (500, 16), (500,), (2100, 24), (500, 24), (500,)]

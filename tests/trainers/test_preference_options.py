@@ -11,7 +11,7 @@ from pathlib import Path
 import cpu_plugin
 import forked
 import pytest
-from preference import STEPS, Case, assert_compiled, assert_same_numbers, rows_for, train, trainer_for
+from preference import ONE_LAYER, STEPS, Case, assert_compiled, assert_same_numbers, rows_for, train, trainer_for
 from refusals import refused
 from transformers import TrainerCallback
 from trl import DPOConfig, KTOConfig, RewardConfig
@@ -69,6 +69,7 @@ CASES = {
         {"loss_type": OTHERS, "label_smoothing": 0.1, "beta": 0.5, "dataloader_drop_last": True, "max_length": 96},
         lora="given",
         data="conversation-implicit",
+        model_config=ONE_LAYER,
         steps=10,
     ),
     "reward-many": Case("reward", {"center_rewards_coefficient": 0.01}, data="margin", evaluates=True, steps=10),
@@ -81,8 +82,9 @@ CASES = {
             "router_aux_loss_coef": 0.05,
         },
         model="qwen3_moe",
+        model_config=ONE_LAYER,
         data="blocks",
-        steps=10,
+        steps=6,
     ),
     **LOSSES,
     **DIVERGENCES,
@@ -215,7 +217,7 @@ def test_evaluation_of_data_that_is_not_prepared(xla, models, kind):
 @pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dpo", "reward")), "kto"])
 def test_the_loss_beside_metrics_of_predictions_counts_pairs(xla, models, kind):
     """In the last batch are 3 of 4 examples, which in upstream's mean are as many. Predictions have upstream's columns."""
-    case, data = Case(kind), rows_for(kind, count=7, seed=1)
+    case, data = Case(kind, model_config=ONE_LAYER), rows_for(kind, count=7, seed=1)
     losses, columns = [], []
 
     def note_columns(predictions):
@@ -241,7 +243,8 @@ class Logs(TrainerCallback):
 
 @pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dpo", "kto")), "reward"])
 def test_the_line_at_the_start_counts_both_sequences_of_a_pair(xla, models, kind, capsys):
-    trainer, logs = trainer_for(Case(kind, {"gradient_accumulation_steps": 2}, steps=2), models, ours=True), Logs()
+    case = Case(kind, {"gradient_accumulation_steps": 2}, model_config=ONE_LAYER, steps=2)
+    trainer, logs = trainer_for(case, models, ours=True), Logs()
     trainer.add_callback(logs)
     trainer.train()
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Training on"))
@@ -269,7 +272,8 @@ def test_gradients_of_kto_in_bfloat16(xla, models):
     # casts them anew in the backward pass.
     settings = {"bf16": True, "gradient_checkpointing": False, "logging_steps": 1, "dataloader_drop_last": True}
     ours, stock = (
-        train(Case("kto", settings, steps=1), models, which).state.log_history[0] for which in (True, False)
+        train(Case("kto", settings, model_config=ONE_LAYER, steps=1), models, which).state.log_history[0]
+        for which in (True, False)
     )
     assert ours["grad_norm"] == pytest.approx(stock["grad_norm"], rel=0.01)
 

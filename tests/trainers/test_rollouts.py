@@ -6,6 +6,7 @@ import cpu_plugin
 import pytest
 import torch
 from datasets import Dataset
+from preference import ONE_LAYER
 from rollouts import (
     LONGEST,
     OURS,
@@ -31,6 +32,7 @@ ACCUMULATED = {"gradient_accumulation_steps": 2}
 REFERENCE = {"beta": 0.04}
 # All completions of two prompts in a step: layers read these once.
 SHARED = {"per_device_train_batch_size": 8}
+SMALL = {"model_config": ONE_LAYER, "evaluates": True}
 SYNCED = {**REFERENCE, "sync_ref_model": True, "ref_model_sync_steps": 3}
 
 
@@ -69,11 +71,11 @@ CASES = {
             "temperature": 0.7,
         },
         rewards=(of_length, of_letters, asynchronous),
-        evaluates=True,
+        **SMALL,
     ),
-    "grpo-shared": Case("grpo", {**SHARED, **REFERENCE, "loss_type": "grpo", "num_iterations": 2}, evaluates=True),
-    "grpo-reward-model": Case("grpo", {"steps_per_generation": 2}, rewards=("model", of_length), evaluates=True),
-    "rloo": Case("rloo", {**REUSED, **REFERENCE}, evaluates=True),
+    "grpo-shared": Case("grpo", {**SHARED, **REFERENCE, "loss_type": "grpo", "num_iterations": 2}, **SMALL),
+    "grpo-reward-model": Case("grpo", {"steps_per_generation": 2}, rewards=("model", of_length), **SMALL),
+    "rloo": Case("rloo", {**REUSED, **REFERENCE}, **SMALL),
 }
 MORE = {
     "grpo": grpo(loss_type="grpo", **REUSED, **REFERENCE),
@@ -213,7 +215,7 @@ def test_every_number_is_upstreams(xla, models, name):
 
 def test_upstreams_config_and_its_devices(xla, models, monkeypatch):
     """A plain config, on XLA and on the eager CPU, where every method is upstream's."""
-    case = Case("grpo", {"num_iterations": 2}, steps=4)
+    case = Case("grpo", {"num_iterations": 2}, model_config=ONE_LAYER, steps=4)
     reference = train(case, models, ours=False)
     for settings in ({}, {"use_cpu": True}):
         monkeypatch.setitem(OURS, "grpo", (OURS["grpo"][0], GRPOConfig))
@@ -301,7 +303,7 @@ def test_nothing_that_counts(xla, models, monkeypatch, kind):
         return [[70] * LONGEST for _ in prompts]
 
     monkeypatch.setattr(FixedCompletions, "_completions", cut_off)
-    case = Case(kind, {"mask_truncated_completions": True}, steps=4)
+    case = Case(kind, {"mask_truncated_completions": True}, model_config=ONE_LAYER, steps=4)
     reference = train(case, models, ours=False)
     trainer = train(case, models, ours=True)
     assert_same_numbers(trainer.state.log_history, reference.state.log_history)

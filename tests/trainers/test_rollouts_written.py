@@ -6,6 +6,7 @@ from pathlib import Path
 import pandas
 import pytest
 import torch
+from preference import ONE_LAYER
 from rollouts import (
     LONGEST,
     OURS,
@@ -90,7 +91,7 @@ def test_the_ratio_is_one_at_first(models):
 def test_a_resumed_run_writes_the_same(models, tmp_path, kind):
     """Also in the middle of what was written, which goes on with it; tables of completions are there for each log."""
     settings = {"steps_per_generation": 2, "num_iterations": 2, "log_completions": True, "num_completions_to_print": 1}
-    case = Case(kind, settings, evaluates=True, steps=8, rewards=(early,))
+    case = Case(kind, settings, evaluates=True, model_config=ONE_LAYER, steps=8, rewards=(early,))
     saves = {"save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path / "run")}
     whole = trainer_for(replace(case, settings={**case.settings, **saves}), models, ours=True)
     whole.train()
@@ -108,7 +109,8 @@ def test_a_resumed_run_writes_the_same(models, tmp_path, kind):
 
 def test_evaluates_and_predicts_outside_of_a_run(models):
     """Of several sets, and before training; there is no other prediction than the loss."""
-    case = Case("grpo", {"beta": 0.04, "bf16": True}, lora="new", evaluates=True, rewards=(early,), steps=4)
+    small = {"model_config": ONE_LAYER, "steps": 4}
+    case = Case("grpo", {"beta": 0.04, "bf16": True}, lora="new", evaluates=True, rewards=(early,), **small)
     sets = {"a": prompts_for(case, 2, 3), "b": prompts_for(case, 5, 4)}
     trainer = trainer_for(case, models, ours=True, eval_dataset=sets)
     metrics = trainer.evaluate()
