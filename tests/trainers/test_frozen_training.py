@@ -12,6 +12,7 @@ from hf_tpu_ext.backends.xla.programs import XLAPrograms
 from hf_tpu_ext.examples.tiny import make_model
 
 
+LOOP = {"num_hidden_layers": 2}
 ONE_CHIP = pytest.mark.skipif("CPU_NUM_DEVICES" in os.environ, reason="layers are a loop on one chip")
 
 
@@ -30,7 +31,8 @@ def exact(tmp_path_factory):
     def directory(family="qwen3", **sizes):
         key = (family, *sizes.items())
         if key not in directories:
-            sizes = {"hidden_size": 32, "intermediate_size": 48, "tie_word_embeddings": family == "qwen3", **sizes}
+            small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+            sizes = {**small, "tie_word_embeddings": family == "qwen3", **sizes}
             directories[key] = made = make_model(tmp_path_factory.mktemp(family), model_type=family, **sizes)
             AutoModelForCausalLM.from_pretrained(made, dtype=torch.bfloat16).float().save_pretrained(made)
         return directories[key]
@@ -68,14 +70,14 @@ def assert_same(trainer, other, logged):
 @pytest.mark.parametrize(
     ("model", "config"),
     [
-        (dict(), dict(max_steps=10, show_samples=1)),
+        (dict(), dict(max_steps=6, show_samples=1)),
         pytest.param(
             dict(family="llama"),
             dict(max_steps=10, lora={"target_modules": "all-linear"}, step_replay=False),
             marks=pytest.mark.slow,
         ),
         pytest.param(dict(), dict(lora={"use_dora": True}, gradient_accumulation_steps=2), marks=pytest.mark.slow),
-        pytest.param(dict(), dict(scan_layers="on", rematerialization="dots"), marks=[ONE_CHIP, pytest.mark.slow]),
+        pytest.param(LOOP, dict(scan_layers="on", rematerialization="dots"), marks=[ONE_CHIP, pytest.mark.slow]),
         pytest.param(dict(), dict(kd_teacher="base"), marks=pytest.mark.slow),
     ],
     ids=["tied", "untied", "dora", "scanned", "anchored"],
@@ -120,7 +122,7 @@ def test_the_program_takes_half_the_bytes(train, monkeypatch):
 
 def test_the_model_is_as_it_was_and_trains_on(train, exact):
     before = AutoModelForCausalLM.from_pretrained(exact(), dtype=torch.float32)
-    trainers = [train(cls, eval_strategy="steps", eval_steps=2) for cls in (TPUSFTTrainer, InFloat32)]
+    trainers = [train(cls, eval_strategy="steps", eval_steps=4) for cls in (TPUSFTTrainer, InFloat32)]
     trainer = trainers[0]
     compiles = trainer.backend.compiles()
     assert [log for log in trainer.state.log_history if "eval_loss" in log][-1]["eval_loss"] == (
@@ -143,9 +145,10 @@ def test_the_model_is_as_it_was_and_trains_on(train, exact):
 
 
 @ONE_CHIP
-def test_weights_that_were_changed_between_runs_are_not_rounded(train):
+def test_weights_that_were_changed_between_runs_are_not_rounded(train, exact):
     """With the layers as a loop, which keeps its tensors from one run to the next."""
-    trainer = train(scan_layers="on", max_steps=1)
+    model = AutoModelForCausalLM.from_pretrained(exact(**LOOP), dtype=torch.float32)
+    trainer = train(model=model, scan_layers="on", max_steps=1)
     weight = trainer.model.get_submodule("base_model.model.model.layers.1.self_attn.q_proj.base_layer").weight
     weight.data *= 1.001
     changed = trainer.backend.fetch(weight)
