@@ -29,6 +29,7 @@ RECIPE = {
     "logging_steps": 1,
     "report_to": "none",
     "bf16": False,
+    "gradient_checkpointing": False,
 }
 
 
@@ -37,7 +38,7 @@ def prepared(tmp_path_factory):
     """Directory with a model, its data, and the same data in another order."""
     directory = tmp_path_factory.mktemp("prepared")
     make_model(directory / "model", hidden_size=32, intermediate_size=48, num_hidden_layers=1)
-    make_arithmetic(directory / "data")
+    make_arithmetic(directory / "data", num_rows=160)
     make_preferences(directory / "preferences", num_rows=64)
     make_questions(directory / "questions", num_rows=64)
     (directory / "reversed").mkdir()
