@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import forked
@@ -126,6 +127,14 @@ def stock(monkeypatch, tmp_path):
     return stock
 
 
+@pytest.fixture
+def made_once(monkeypatch):
+    """Parsers are, for tests that read hundreds of commands."""
+    script = type(SCRIPTS["sft"])
+    monkeypatch.setattr(script, "parser", cache(script.parser))
+    monkeypatch.setattr(accelerate_launch, "launch_command_parser", cache(accelerate_launch.launch_command_parser))
+
+
 def _spellings(action: argparse.Action) -> list[list[str]]:
     if action.nargs == 0:
         return [[option] for option in action.option_strings]
@@ -134,7 +143,7 @@ def _spellings(action: argparse.Action) -> list[list[str]]:
     return [[option, value] for option in action.option_strings] + with_equals
 
 
-def test_options_on_the_command_line_reach_accelerate_as_with_trl(start, stock):
+def test_options_on_the_command_line_reach_accelerate_as_with_trl(made_once, start, stock):
     """Each of them, in each of its spellings."""
     # Stock gives these to the training script. `tpu` is refused: there is none.
     of_the_script = {"debug", "gradient_accumulation_steps"}
@@ -150,7 +159,7 @@ def test_options_on_the_command_line_reach_accelerate_as_with_trl(start, stock):
             assert _options(args) == expected, words
 
 
-def test_options_in_the_file_reach_accelerate_as_with_trl(start, stock):
+def test_options_in_the_file_reach_accelerate_as_with_trl(made_once, start, stock):
     checked = 0
     for action in _ACTIONS:
         key = action.option_strings[0].lstrip("-")
