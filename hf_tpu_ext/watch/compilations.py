@@ -29,7 +29,8 @@ _MOST_LINES = 5
 _LONG = 5.0
 # Compiled states of one program that a further one is compared with.
 _MOST_COMPARED = 8
-# Steps whose programs are listed after a recompile that nothing explains, and before the first where steps are traced.
+# Steps whose programs are listed after a recompile that nothing but their difference explains, and before the first where steps are
+# traced.
 _COMPARED_STEPS, _FIRST_RUNS = 8, 2
 
 
@@ -74,12 +75,14 @@ class _ProgramHistory:
     #: Whether a run has shown since that steps do not change it by themselves.
     is_stable: bool = False
     operations: Listing | None = None
+    #: The step whose operations these are.
+    step: int | None = None
 
-    def compare(self, operations: Listing | None) -> Cause | None:
-        """The first operation in which the program before differs from this one, where both were listed."""
+    def compare(self, operations: Listing | None, when: str = "") -> Cause | None:
+        """The first operation in which the program listed last, which ran `when`, differs from this one, where both were listed."""
         if self.operations is None or operations is None:
             return None
-        return compare_operations(self.operations(), operations())
+        return compare_operations(self.operations(), operations(), when)
 
 
 class ProgramWatch:
@@ -218,7 +221,7 @@ class ProgramWatch:
                 f"step {event.step}: cause of the recompilation of the {kind}: {cause.what}. {cause.advice}"
             )
         if operations is not None:
-            history.operations = operations
+            history.operations, history.step = operations, self.step
         return program
 
     def note_others(self) -> None:
@@ -287,12 +290,18 @@ class ProgramWatch:
                 f"{describe_line(cut)} cuts the graph within the step",
                 "Remove device-to-host syncs, print and torch_xla.sync from the step.",
             )
+        # Another program, which was not listed, has run since then, and is not what a later one is compared with.
+        when = "" if history.open_event is None else f" at step {history.step}"
+        history.open_event = None
         change = None if history.find_change is None else history.find_change()
-        causes = [None if change is None else cause_of(change), history.compare(operations)]
+        difference = history.compare(operations, when)
+        causes = [None if change is None else cause_of(change), difference]
         cause = next(filter(None, [cause, *(causes if history.is_stable else reversed(causes))]), None)
-        if cause is None:
+        if cause is difference and history.num_warnings < _MOST_LINES:
+            # What has changed once may change at each step.
             self._compare = _COMPARED_STEPS
             self._backend.insight.note_lines(True)
+        if cause is None:
             history.open_event = len(self.events)
             cause = Cause(
                 "batch, parameters, settings and optimizer are unchanged, so a Python number or a branch changed"

@@ -98,8 +98,11 @@ def _compare_optimizers(before: Mapping[str, str], after: Mapping[str, str]) -> 
     return Cause(f"`{name}` of {after['class']} was {old}, is {new}", advice)
 
 
-def compare_operations(before: Sequence[Operation], after: Sequence[Operation]) -> Cause | None:
-    """The first operation in which a program and one that was compiled again differ; `None` if none does."""
+def compare_operations(before: Sequence[Operation], after: Sequence[Operation], when: str = "") -> Cause | None:
+    """
+    The first operation in which a program, which ran `when`, e.g. `" at step 2"`, and one that was compiled again differ; `None` if none
+    does.
+    """
     # The order is that in which results need one another, so what follows from a difference comes after it.
     pairs = list(zip_longest(before, after))
     index = next((index for index, (old, new) in enumerate(pairs) if old != new), None)
@@ -114,13 +117,13 @@ def compare_operations(before: Sequence[Operation], after: Sequence[Operation]) 
         if {old.name, new.name} <= {"constant", "parameter"} and old.shape == new.shape:
             numbers = [_number(operation) for operation in (old, new)]
             return Cause(
-                f"a scalar of the graph was {numbers[0]}, is {numbers[1]}{where}",
+                f"a scalar of the graph was {numbers[0]}{when}, is {numbers[1]}{where}",
                 f"torch_xla folds {FOLDED_NUMBERS} and non-tensor arguments into the graph: send the value as a tensor, "
                 "trainer.backend.send(torch.tensor(value)), or keep it constant.",
             )
         if old.name == new.name:
             return Cause(
-                f"`{old.name}` was {_describe(old)}, is {_describe(new)}{where}",
+                f"`{old.name}` was {_describe(old)}{when}, is {_describe(new)}{where}",
                 "Keep shapes and slice bounds the same at every step: mask instead of slicing.",
             )
     is_new = old is None or (new is not None and len(after) >= len(before))
@@ -129,7 +132,9 @@ def compare_operations(before: Sequence[Operation], after: Sequence[Operation]) 
     at_once = (later for later in program[index:] if later.place == program[index].place)
     operation = next((later for later in at_once if later.name not in ("constant", "parameter")), program[index])
     what = f"`{operation.operator or operation.name}` of {operation.shape}"
-    words = f"the step computes {what}, and did not" if is_new else f"the step computed {what}, and does not"
+    words = (
+        f"the step computes {what}, and did not{when}" if is_new else f"the step computed {what}{when}, and does not"
+    )
     return Cause(
         f"{words}{where}",
         "Run the same operators at every step: instead of branching, multiply by a 0 or 1 sent as a tensor.",

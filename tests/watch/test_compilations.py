@@ -105,6 +105,26 @@ def test_a_ragged_batch_in_the_loss(train, lines):
     assert f"[{line_of(Cuts, 'value[:, :length]')}]" in cause
 
 
+def test_a_loss_that_cuts_at_another_place_in_each_step(train, lines):
+    """Each cause names what the step before had, where that was listed, or the step that had it."""
+
+    class Cuts(TPUTrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            length = self.lengths_of_steps[self.state.global_step]
+            inputs = {key: value[:, :length] for key, value in inputs.items()}
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def slices_of(*lengths):
+        """The lengths before and after that each cause names, and the step that is said to have had the first."""
+        Cuts.lengths_of_steps = lengths
+        found = [cause for _, cause in causes(train(Cuts, max_steps=len(lengths)))]
+        return [re.findall(r"s64\[4,(\d)\]|at step (\d)", cause) for cause in found]
+
+    assert slices_of(4, 5, 6, 7, 4, 5) == [[("4", ""), ("5", "")], [("5", ""), ("6", "")], [("6", ""), ("7", "")]]
+    # Step 5 was not listed: nothing told that it would be another program.
+    assert slices_of(3, 3, 3, 3, 5, 6, 3, 5) == [[], [("3", ""), ("", "2"), ("6", "")]]
+
+
 def test_a_dtype_that_flips(train, lines):
     trainer = train(collator=collate_then(5, lambda batch: batch.update(labels=batch["labels"].int())))
     ((step, cause),) = causes(trainer)
