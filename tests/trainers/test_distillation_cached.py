@@ -12,7 +12,6 @@ from trl.trainer.utils import add_fused_lm_head
 from hf_tpu_ext.distillation.cache_builder import Sequences, TeacherRun, build_cache, weights_hash
 from hf_tpu_ext.distillation.cache_format import CacheSettings, chat_template_hash, tokenizer_hash
 from hf_tpu_ext.distillation.cache_writer import CacheWriter
-from hf_tpu_ext.examples.tiny import make_model
 from hf_tpu_ext.layers.static_kernels import use_static_kernels
 
 
@@ -20,9 +19,9 @@ VOCABULARY = 259
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory):
-    """Of one layer, which compiles in half the time."""
-    return make_model(tmp_path_factory.mktemp("tiny"), hidden_size=32, intermediate_size=48, num_hidden_layers=1)
+def tiny_model(shallow_model):
+    """Layers are no matter here."""
+    return shallow_model
 
 
 @pytest.fixture(scope="module")

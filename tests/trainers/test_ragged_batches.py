@@ -32,7 +32,6 @@ from transformers import (
 )
 
 from hf_tpu_ext import TPUTrainer
-from hf_tpu_ext.examples.tiny import make_model
 
 
 ROWS, BATCH, LENGTH, WORDS = 33, 8, 12, 50
@@ -321,9 +320,9 @@ def test_chips_that_cannot_share_a_batch_compute_all_of_it(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory):
-    """Of one layer, which compiles in half the time."""
-    return make_model(tmp_path_factory.mktemp("tiny"), hidden_size=32, intermediate_size=48, num_hidden_layers=1)
+def tiny_model(shallow_model):
+    """Layers are no matter here."""
+    return shallow_model
 
 
 def drop_nothing(module, args, output):

@@ -26,14 +26,13 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
-from hf_tpu_ext.examples.tiny import make_model
 from hf_tpu_ext.report.record import read_run
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory):
-    """Of one layer, which compiles in half the time."""
-    return make_model(tmp_path_factory.mktemp("tiny"), hidden_size=32, intermediate_size=48, num_hidden_layers=1)
+def tiny_model(shallow_model):
+    """Layers are no matter here."""
+    return shallow_model
 
 
 def classified_rows(tokenizer, count=30):

@@ -19,16 +19,15 @@ from trl import SFTTrainer
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
 from hf_tpu_ext.backends.random_state import read_random_state
-from hf_tpu_ext.examples.tiny import make_model
 from hf_tpu_ext.step.fingerprint import COUNTS_ATTRIBUTES, Fingerprint, Reach
 from hf_tpu_ext.trainers.run.programs import reach_of_trainer
 from hf_tpu_ext.trainers.run.user_code import find_own_code, names_of_a_step
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory):
-    """Of one layer, which compiles in half the time."""
-    return make_model(tmp_path_factory.mktemp("tiny"), hidden_size=32, intermediate_size=48, num_hidden_layers=1)
+def tiny_model(shallow_model):
+    """Layers are no matter here."""
+    return shallow_model
 
 
 @pytest.fixture(scope="module")

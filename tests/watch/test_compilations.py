@@ -306,8 +306,15 @@ class SetsWeightDecay(TrainerCallback):
             optimizer.param_groups[0]["weight_decay"] = 0.5
 
 
-@pytest.mark.parametrize("event", ["on_step_begin", "on_step_end"])
-@pytest.mark.parametrize("step_replay", [None, False])
+@pytest.mark.parametrize(
+    ("event", "step_replay"),
+    [
+        ("on_step_begin", None),
+        ("on_step_end", None),
+        pytest.param("on_step_begin", False, marks=pytest.mark.slow),
+        ("on_step_end", False),
+    ],
+)
 def test_a_weight_decay_that_begins_on_the_way(train, lines, event, step_replay):
     trainer = train(callbacks=[SetsWeightDecay(event)], weight_decay=0.0, step_replay=step_replay)
     assert causes(trainer) == [(5, "`weight_decay of group 0` of LazyAdamW was 0, is not 0")]

@@ -118,12 +118,16 @@ def syntax_of(function: FunctionType) -> ast.Module:
     return ast.parse(textwrap.dedent(inspect.getsource(function)))
 
 
-def _names_of_self(function: FunctionType) -> Iterator[str]:
+@cache
+def _names_of_self(function: FunctionType) -> frozenset[str]:
+    """The attributes of `self` that a function reads. Trainers share most of their methods, whose sources take a while to read."""
+    names = set()
     for node in ast.walk(syntax_of(function)):
         if isinstance(node, ast.Attribute):
             match node.value:
                 case ast.Name(id="self") | ast.Call(func=ast.Name(id="super")):
-                    yield node.attr
+                    names.add(node.attr)
+    return frozenset(names)
 
 
 @cache
