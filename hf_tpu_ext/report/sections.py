@@ -246,7 +246,7 @@ def compilations_of(run: Run) -> dict[str, str]:
     """What a run has compiled, for the first time and again, with the causes, and why its steps were not replayed."""
     lines, again = {}, [one for one in run.programs if one["cause"]]
     if run.programs:
-        lines["first compilations"] = count_each(one["kind"] for one in run.programs if not one["cause"])
+        lines["first compilations"] = count_each((one["kind"] for one in run.programs if not one["cause"]), most=8)
     if again:
         seconds = format_seconds(sum(one["seconds"] for one in again))
         lines["recompilations"] = f"{len(again)} in {seconds}: {count_each(one['cause'] for one in again)}"

@@ -155,7 +155,7 @@ def _training_chat_template(processing_class, get_training_chat_template: Callab
             "assistant_only_loss=True needs a chat template with {% generation %} and {% endgeneration %} around what the assistant "
             "says. This model's has none, and TRL knows no template to put in its place. Give one: "
             "chat_template_path='template.jinja'; or leave assistant_only_loss out, and split the messages into columns 'prompt' and "
-            "'completion', of which only the completion is trained on."
+            "'completion', one row for each answer: only the completion is trained on."
         ) from error
 
 
