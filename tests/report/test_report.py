@@ -294,8 +294,9 @@ def test_steps_far_apart_are_readable(write_run, tmp_path):
     assert {"10", "1,000", "100,000", "optimizer step"} <= set(labels)
     # One large norm leaves the others readable.
     curve = [(1, 40_000.0), *((step, 1.0 + step / 100) for step in range(2, 50))]
-    heights = [float(y) for y in re.findall(r"[ML] [\d.]+ ([\d.]+)", draw_curves("norm", {"": curve}).svg)]
-    assert {"1", "100", "10,000"} <= set(re.findall(r">([^<>]*)</text>", draw_curves("norm", {"": curve}).svg))
+    svg = draw_curves("norm", {"": curve}).svg
+    heights = [float(y) for y in re.findall(r"[ML] [\d.]+ ([\d.]+)", svg)]
+    assert {"1", "100", "10,000"} <= set(re.findall(r">([^<>]*)</text>", svg))
     assert max(heights) - min(heights) > 50
 
 

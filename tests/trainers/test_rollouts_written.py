@@ -92,7 +92,7 @@ def test_a_resumed_run_writes_the_same(models, tmp_path, kind):
     """Also in the middle of what was written, which goes on with it; tables of completions are there for each log."""
     settings = {"steps_per_generation": 2, "num_iterations": 2, "log_completions": True, "num_completions_to_print": 1}
     case = Case(kind, settings, evaluates=True, model_config=ONE_LAYER, steps=8, rewards=(early,))
-    saves = {"save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path / "run")}
+    saves = {"save_strategy": "steps", "save_steps": 2, "output_dir": str(tmp_path / "run")}
     whole = trainer_for(replace(case, settings={**case.settings, **saves}), models, ours=True)
     whole.train()
     for step in (4, 6):
