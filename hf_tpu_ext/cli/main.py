@@ -96,6 +96,9 @@ def command() -> int:
     warnings.filterwarnings(
         "ignore", ".*gradient_checkpointing.*is deprecated and will be removed in v6", FutureWarning
     )
+    # They warn of kernels that they could have, when peft imports them: in every run, whether it has to do with them or not.
+    for library in ("torchao", "bitsandbytes.backends.cpu.ops"):
+        logging.getLogger(library).setLevel(logging.ERROR)
     if sys.argv[1:2] in (["prepare"], ["export"]):
         # They compute on the host. torch_xla warns, when it is imported, that it chooses by itself.
         os.environ.setdefault("PJRT_DEVICE", "CPU")

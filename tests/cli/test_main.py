@@ -213,3 +213,10 @@ def test_lines_of_the_package_have_no_prefix(monkeypatch, capfd):
     cli.command()
     assert capfd.readouterr().err.strip() == "a line"
     assert logging.getLogger("hf_tpu_ext").propagate
+
+
+@pytest.mark.parametrize("library", ["torchao", "bitsandbytes.backends.cpu.ops"])
+def test_libraries_that_are_not_used_do_not_warn(monkeypatch, library):
+    monkeypatch.setattr(logging.getLogger(library), "level", logging.NOTSET)
+    monkeypatch.setattr(cli, "main", lambda: logging.getLogger(library).isEnabledFor(logging.WARNING))
+    assert cli.command() is False

@@ -103,6 +103,7 @@ FULL = next(path for path in RECIPES if path.stem == "sft_full_qwen3")
 def test_recipe_through_the_stock_command(tiny, tmp_path):
     result = run_command("trl", FULL, tiny, tmp_path)
     assert "`trl sft` is run by hf_tpu_ext, because the recipe's env says HF_TPU_EXT: 1" in result.stderr
+    assert "torchao" not in result.stderr and "bitsandbytes" not in result.stderr
 
 
 @pytest.mark.slow
