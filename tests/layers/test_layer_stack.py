@@ -32,11 +32,13 @@ from hf_tpu_ext.layers.static_kernels import use_static_kernels
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory):
+    directories = {}
+
     def load(layers=3, family="qwen3", **sizes):
-        directory = tmp_path_factory.mktemp("model")
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, **sizes}
-        make_model(directory, family, **sizes)
-        return AutoModelForCausalLM.from_pretrained(directory)
+        if (key := (family, str(sizes))) not in directories:
+            directories[key] = make_model(tmp_path_factory.mktemp("model"), family, **sizes)
+        return AutoModelForCausalLM.from_pretrained(directories[key])
 
     return load
 

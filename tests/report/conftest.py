@@ -77,7 +77,7 @@ END = {
 }
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def same_figures_are_drawn_once():
     """A report takes a moment, and each of its figures as long: tests that do not look at them share those of equal records."""
     drawn = {}
