@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 import hf_tpu_ext
 from hf_tpu_ext import TPUSFTConfig
+from hf_tpu_ext.report import figures
+from hf_tpu_ext.report.parts import Figure
 from hf_tpu_ext.report.record import RECORD_NAME, read_run
 from hf_tpu_ext.trainers import ExtensionArguments
 from hf_tpu_ext.trainers.run.status import _changed_fields, _settings_of_adapter
@@ -25,6 +27,13 @@ CONFIG = dict(config_cls=TPUSFTConfig, run_report=True, max_steps=6, logging_ste
 @pytest.fixture(scope="module")
 def tiny_model(shallow_model):
     return shallow_model
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(request, monkeypatch):
+    """Figures of reports have no pictures, which take longer than a run, but for one test. Those of tests/report have them."""
+    if request.node.name != "test_a_run_leaves_its_report":
+        monkeypatch.setattr(figures, "_draw", lambda title, *rest, **more: Figure(title, "<svg/>"))
 
 
 def test_a_run_leaves_its_report(runs, capsys):

@@ -128,11 +128,11 @@ def assert_same(trainer, undisturbed, same_logs, without=lambda entry: False):
     [
         ("on_step_begin", 4, 5),
         pytest.param("on_optimizer_step", 4, 5, marks=pytest.mark.slow),
-        ("on_step_end", 5, 5),
+        pytest.param("on_step_end", 5, 5, marks=pytest.mark.slow),
         pytest.param("on_step_end", 6, 6, marks=pytest.mark.slow),
         pytest.param("on_log", 3, 3, marks=pytest.mark.slow),
         pytest.param("on_prediction_step", 3, 3, marks=pytest.mark.slow),
-        ("on_prediction_step", 9, 9),
+        pytest.param("on_prediction_step", 9, 9, marks=pytest.mark.slow),
         pytest.param("on_evaluate", 3, 3, marks=pytest.mark.slow),
         ("on_save", 3, 3),
         ("on_epoch_end", 6, 6),
