@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from pictures import ASSETS, PICTURES
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from hf_tpu_ext.trainers import ExtensionArguments
 
@@ -52,11 +53,6 @@ def test_code_blocks_are_found():
     found = [block["language"] for page in PAGES for block in _BLOCK.finditer(page.read_text(encoding="utf-8"))]
     assert {"python", "yaml"} <= set(found)
     assert len(found) == sum(len(re.findall(r"```(?:python|yaml)\b", page.read_text("utf-8"))) for page in PAGES)
-
-
-@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda recipe: recipe.stem)
-def test_every_recipe_is_described(recipe):
-    assert f"recipes/{recipe.name}" in (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
 
 
 def test_described_recipes_exist():
@@ -107,3 +103,15 @@ def test_described_make_targets_exist():
     for page in PAGES:
         for target in re.findall(r"(?:^|`)(?:\w+=\w+ )?make ([a-z-]+)", page.read_text("utf-8"), re.MULTILINE):
             assert target in targets, f"{page.name} names `make {target}`"
+
+
+def test_chat_template_with_marks():
+    template = re.search(r"```jinja\n(.*?)```", (ROOT / "docs" / "sft.md").read_text(encoding="utf-8"), re.DOTALL)[1]
+    chat = [
+        {"role": role, "content": text} for role, text in [("user", "Hi"), ("assistant", "Yes?"), ("user", "2+2?")]
+    ]
+    settings = {"chat_template": template, "add_generation_prompt": True, "return_assistant_tokens_mask": True}
+    (text,), ((span,),) = render_jinja_template([chat], **settings)
+    turns = ["user\nHi<|im_end|>\n", "assistant\nYes?<|im_end|>\n", "user\n2+2?<|im_end|>\n", "assistant\n"]
+    assert text == "".join(f"<|im_start|>{turn}" for turn in turns)
+    assert text[slice(*span)] == "Yes?<|im_end|>"
