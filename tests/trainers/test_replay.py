@@ -114,16 +114,16 @@ def test_accumulation_evaluation_and_dropout(both, lora):
     trainer = both(
         lora=lora,
         gradient_accumulation_steps=2,
-        max_steps=12,
-        logging_steps=5,
+        max_steps=8,
+        logging_steps=3,
         eval_strategy="steps",
-        eval_steps=5,
+        eval_steps=3,
         gradient_checkpointing=True,
     )
     assert trainer.counted.traces == 4
     # And of three evaluations of three batches.
     shapes = {shape for kind, shape in trainer.watch.programs if kind == "evaluation step"}
-    assert trainer.spent.replays == 24 - 4 + 9 - 2 * len(shapes)
+    assert trainer.spent.replays == 16 - 4 + 9 - 2 * len(shapes)
 
 
 def test_dropout_in_the_model_draws_as_when_traced(both, runs):
@@ -133,8 +133,8 @@ def test_dropout_in_the_model_draws_as_when_traced(both, runs):
         model = AutoModelForCausalLM.from_pretrained(runs.model_dir, attention_dropout=0.2, dtype=torch.float32)
         return TPUSFTTrainer(model, *args, **kwargs)
 
-    trainer = both(cls=cls, max_steps=8)
-    assert trainer.spent.replays == 6
+    trainer = both(cls=cls, max_steps=5)
+    assert trainer.spent.replays == 3
 
 
 @pytest.mark.slow
@@ -143,12 +143,12 @@ def test_no_clipping_logs_the_norm_all_the_same(both):
 
 
 def test_resuming_replays_too(runs, same_logs):
-    """Stopped after step 6 and resumed, with and without replay."""
-    config = dict(AS_OTHERS, max_steps=10, save_strategy="steps", save_steps=6)
+    """Stopped after step 4 and resumed, with and without replay."""
+    config = dict(AS_OTHERS, max_steps=8, save_strategy="steps", save_steps=4)
     straight = runs.ours(step_replay=False, **config)
     resumed = runs.ours(train=False, **config)
     before = resumed.backend.counters()
-    resumed.train(resume_from_checkpoint=str(runs.output_dir / "checkpoint-6"))
+    resumed.train(resume_from_checkpoint=str(runs.output_dir / "checkpoint-4"))
     assert (resumed.backend.counters() - before).replays == 2
     same_bits(weights_of(resumed), weights_of(straight))
 
@@ -232,7 +232,7 @@ def start_dropout(model, **kwargs):
 )
 def test_a_change_of_the_program_is_followed(both, caplog, action, lora, says):
     with caplog.at_level("INFO", logger="hf_tpu_ext.backends.compiled_function"):
-        both(callbacks=lambda: [AtStep(5, action)], lora=lora, max_steps=10)
+        both(callbacks=lambda: [AtStep(3, action)], lora=lora, max_steps=7)
     said = [record.message for record in caplog.records if "The step is traced again" in record.message]
     assert len(said) == len(says)
     assert all(words in line for words, line in zip(says, said, strict=True))
