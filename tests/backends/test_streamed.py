@@ -22,8 +22,10 @@ from safetensors.torch import save_file
 
 from hf_tpu_ext.backends import select_backend
 from hf_tpu_ext.backends.streamed import save_safetensors
+from hf_tpu_ext.backends.xla import backend as xla_backend
 from hf_tpu_ext.step.optimizer import LazyAdamW
 
+xla_backend.FETCHED_AT_ONCE = 0
 directory = pathlib.Path(sys.argv[1])
 backend = select_backend("xla")
 assert backend.num_chips == 4

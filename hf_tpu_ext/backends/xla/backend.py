@@ -32,6 +32,10 @@ from .sharding import ConstrainRows, XLAManualSharding, gather, is_split, rows_s
 from .tensors import pickle_from_host
 
 
+#: Bytes of a state that are fetched at once. A larger one is streamed, so that the host never holds all of it.
+FETCHED_AT_ONCE = 2**30
+
+
 def runtime_started() -> bool:
     """Whether the XLA runtime of this process already holds its devices."""
     return torch_xla._XLAC._xla_runtime_is_initialized()
@@ -305,6 +309,10 @@ class XLABackend(Backend):
         return map_tensors(lambda tensor: host_tensors.get(id(tensor), tensor), data)
 
     def stream(self, data: Any) -> Any:
+        on_device = {id(tensor): tensor for tensor in tensors_in(data) if tensor.device.type == "xla"}
+        if sum(tensor.nbytes for tensor in on_device.values()) <= FETCHED_AT_ONCE:
+            # A transfer for each tensor, or row of stacked ones, would take longer.
+            return self.fetch(data)
         self.wait()
         # One that stands in it twice is written once.
         stand_ins: dict[int, torch.Tensor | StreamedTensor] = {}
