@@ -1,6 +1,5 @@
 """Preference data that teaches nothing is refused by row and with the fix, and nothing is written."""
 
-import logging
 from dataclasses import replace
 
 import pytest
@@ -82,19 +81,42 @@ def test_no_row_has_a_completion_left(xla, tmp_path, kind, data, words):
     assert not (tmp_path / "run").exists()
 
 
-def test_rows_that_upstream_leaves_out_are_counted(xla, tmp_path, caplog):
+def lost(trainer):
+    return [line for line in trainer.compiled.changes if " dataset are " in line]
+
+
+def test_rows_that_upstream_leaves_out_are_counted(xla, tmp_path):
     case = Case("dpo", {"max_length": 12})
-    logger = logging.getLogger("hf_tpu_ext")
-    logger.propagate = True
     ours, stock = (trainer_for(case, tmp_path, ours=ours) for ours in (True, False))
     assert isinstance(ours, TPUDPOTrainer) and type(stock) is DPOTrainer
     left = len(stock.train_dataset)
     assert 0 < left < 22 and len(ours.train_dataset) == left
-    assert f"{22 - left} of 22 rows of the train dataset are left out" in caplog.text
+    assert f"{22 - left} of 22 rows of the train dataset are left out" in lost(ours)[0]
     keeps_end = trainer_for(
         replace(case, settings={**case.settings, "truncation_mode": "keep_end"}), tmp_path, ours=True
     )
     assert len(keeps_end.train_dataset) == 22
+    (line,) = lost(keeps_end)
+    assert "rows of the train dataset are longer than max_length=12 and lose their beginning" in line
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto", "reward"])
+def test_rows_that_are_cut_are_counted(xla, tmp_path, kind):
+    """Upstream's collators cut them, but for those of a reward model, which are left out."""
+    trainer = trainer_for(Case(kind, {"max_length": 20}), tmp_path, ours=True)
+    longer = [line for line in lost(trainer) if "are longer" in line]
+    if kind == "reward":
+        assert not longer and "their text is longer than they may be" in lost(trainer)[0]
+        return
+    tokens = trainer.train_dataset
+    columns = ["chosen_ids", "rejected_ids"] if kind == "dpo" else ["completion_ids"]
+    whole = [[len(row["prompt_ids"]) + len(row[column]) for column in columns] for row in tokens]
+    collated = trainer.data_collator([tokens[index] for index in range(len(tokens))])
+    missing = sum(map(sum, whole)) - int(collated["attention_mask"].sum())
+    cut = sum(max(row) > 20 for row in whole)
+    assert 0 < cut < len(tokens) and missing > 0
+    assert longer[0].startswith(f"{cut} of {len(tokens)} rows of the train dataset are longer than max_length=20")
+    assert f"lose their end, {missing} of all {sum(map(sum, whole))} tokens" in longer[0]
 
 
 @pytest.mark.parametrize(

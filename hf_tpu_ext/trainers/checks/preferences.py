@@ -6,14 +6,12 @@ from functools import partial
 from typing import Any
 
 import datasets
-from transformers.utils import logging
 
 from ...errors import UserError
 from .datasets import check_has_rows
+from .lost_rows import describe_cut, describe_left_out
 from .rows import TEXT_OR_MESSAGES, naming_rows
 
-
-logger = logging.get_logger(__name__)
 
 _PAIRS = "'chosen' and 'rejected' (and 'prompt', unless both begin with it)"
 
@@ -121,7 +119,8 @@ class PreferenceData:
         with naming_rows({f"the {dataset_name} dataset": dataset}, TEXT_OR_MESSAGES, alone):
             prepared_dataset = prepare(dataset, processing_class, args, dataset_name)
         if isinstance(dataset, datasets.Dataset) and isinstance(prepared_dataset, datasets.Dataset):
-            _check_rows_are_left(dataset, prepared_dataset, dataset_name, args, prepare, processing_class)
+            lines = _check_rows_are_left(dataset, prepared_dataset, dataset_name, args, prepare, processing_class)
+            self.tell_of_rows(lines + describe_cut(prepared_dataset, dataset_name, args))
             if dataset_name == "train" and "label" in prepared_dataset.column_names:
                 self.compiled.changes += _why_labels_are_apart(prepared_dataset, args)
         return prepared_dataset
@@ -141,14 +140,12 @@ def _why_labels_are_apart(dataset: datasets.Dataset, args) -> list[str]:
     return []
 
 
-def _check_rows_are_left(dataset, prepared_dataset, name: str, args, prepare: Callable, processing_class) -> None:
+def _check_rows_are_left(dataset, prepared_dataset, name: str, args, prepare: Callable, processing_class) -> list[str]:
+    """A line on the rows that are left out, if there are some. Where no row is left, it is an error."""
     rows = len(dataset)
     if "label" in prepared_dataset.column_names and "label" not in dataset.column_names:
         # Each completion of a pair is a row of its own.
         rows *= 2
-    left_out = rows - len(prepared_dataset)
-    if not left_out:
-        return
     what = (
         "prompt leaves no room for a completion"
         if "prompt_ids" in prepared_dataset.column_names
@@ -156,10 +153,7 @@ def _check_rows_are_left(dataset, prepared_dataset, name: str, args, prepare: Ca
     )
     why = f"their {what} with max_length={args.max_length}"
     if len(prepared_dataset):
-        logger.warning(
-            f"{left_out} of {rows} rows of the {name} dataset are left out: {why}. A higher max_length keeps them."
-        )
-        return
+        return describe_left_out(rows, len(prepared_dataset), name, f"{why}. A higher max_length keeps them")
     without_limit = copy.copy(args)
     without_limit.max_length = None
     row = prepare(dataset.select([0]), processing_class, without_limit, f"first row of the {name}")[0]

@@ -155,6 +155,14 @@ class StatusMixin:
 
     # ---- What a run is ----
 
+    def tell_of_rows(self, lines: list[str]) -> None:
+        """Say what a dataset has lost by its preparation: when a run starts, or at once of a dataset that an evaluation is given."""
+        if "train_dataset" not in vars(self):
+            self.compiled.changes += lines
+            return
+        for line in lines:
+            logger.warning(f"{line}.")
+
     def find_facts(self) -> RunFacts:
         """What the start of a run prints, as the trainer and its datasets are by now."""
         args, backend, compiled = self.args, self.backend, self.compiled

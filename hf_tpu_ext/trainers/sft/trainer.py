@@ -1,6 +1,7 @@
 """Supervised fine-tuning."""
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ...errors import UserError
 from ..checkpoint.saving import UPSTREAM_METRICS
 from ..checks.datasets import check_dataset, named_datasets
 from ..checks.families import why_not_packed
+from ..checks.lost_rows import describe_lost
 from ..checks.rows import TEXT_OR_MESSAGES, naming_rows
 from ..checks.upstream import upstream_names
 from ..configs import ExtensionArguments, TPUSFTConfig
@@ -82,13 +84,23 @@ class TPUSFTTrainer(DistillationMixin, QuantizationMixin, TPUTrainerMixin, SFTTr
             super()._set_up(call)
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
-        prepare = super()._prepare_dataset
-        settings = (processing_class, args, packing, formatting_func, dataset_name)
+        prepare, settings = super()._prepare_dataset, (processing_class, args, packing, formatting_func, dataset_name)
         # What a function of the user's makes text of is its own.
         columns = () if formatting_func is not None else (*TEXT_OR_MESSAGES, args.dataset_text_field)
         datasets_by_name = {f"the {dataset_name} dataset": dataset}
         with naming_rows(datasets_by_name, columns, lambda row: prepare(row, *settings), args.assistant_only_loss):
-            return prepare(dataset, *settings)
+            if not isinstance(dataset, Dataset):
+                return prepare(dataset, *settings)
+            # Tokens first, for their number to be known. Upstream goes on from there with the same files of its cache.
+            without_limit = copy(args)
+            without_limit.max_length, without_limit.shuffle_dataset = None, False
+            whole = prepare(dataset, processing_class, without_limit, False, formatting_func, dataset_name)
+            if not len(whole):
+                # Without a column that upstream keeps, no row is left to go on from.
+                return whole
+            prepared = prepare(whole, processing_class, args, packing, None, dataset_name)
+        self.tell_of_rows(describe_lost(whole, prepared, dataset_name, args, packing))
+        return prepared
 
     def _finish_set_up(self) -> None:
         self._prepare_fake_quantization()

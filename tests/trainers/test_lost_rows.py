@@ -1,0 +1,146 @@
+"""Rows that `max_length` cuts or leaves out are told of, and prepared as by upstream's trainer, from the same files of its cache."""
+
+import logging
+
+import pytest
+from datasets import Dataset, load_dataset
+from trl import SFTTrainer
+
+
+MAX_LENGTH = 24
+
+
+def lines_of(trainer):
+    return [line for line in trainer.compiled.changes if " dataset are " in line]
+
+
+def tokens_of(runs, dataset, **config):
+    """The tokens of each row as upstream makes them without a `max_length`."""
+    config = runs.config(use_cpu=True, max_length=None, **config)
+    return runs.trainer(SFTTrainer, config, train_dataset=dataset).train_dataset["input_ids"]
+
+
+def cut_of(runs, dataset, name, end="end", keeps="A higher max_length", **config):
+    """The line on the rows that are cut."""
+    lengths = [len(row) for row in tokens_of(runs, dataset, **config)]
+    lost = sum(max(0, length - MAX_LENGTH) for length in lengths)
+    rows = sum(length > MAX_LENGTH for length in lengths)
+    assert 0 < rows < len(lengths)
+    return (
+        f"{rows} of {len(lengths)} rows of the {name} dataset are longer than max_length={MAX_LENGTH} and lose their {end}, {lost} of "
+        f"all {sum(lengths)} tokens ({lost / sum(lengths):.0%}): the longest has {max(lengths)}. {keeps} keeps them"
+    )
+
+
+@pytest.fixture
+def texts(runs):
+    """Rows of text, of which nothing is left out."""
+    return runs.train_dataset.map(
+        lambda row: {"text": row["prompt"] + row["completion"]}, remove_columns=["prompt", "completion"]
+    )
+
+
+@pytest.mark.parametrize("use_cpu", [True, False])
+def test_rows_that_are_cut(runs, texts, use_cpu):
+    data = {"train_dataset": texts, "eval_dataset": {"few": texts.select(range(9))}}
+    trainer = runs.ours(train=False, max_length=MAX_LENGTH, use_cpu=use_cpu, kwargs=data)
+    assert lines_of(trainer) == [
+        cut_of(runs, texts, "train"),
+        cut_of(runs, data["eval_dataset"]["few"], "few"),
+    ]
+    # As much as is missing.
+    left = sum(map(len, trainer.train_dataset["input_ids"]))
+    whole = sum(map(len, tokens_of(runs, texts)))
+    assert f"{whole - left} of all {whole} tokens" in lines_of(trainer)[0]
+
+
+def test_rows_that_are_left_out(runs):
+    """The prompt alone is as long as may be: upstream drops the row."""
+    trainer = runs.ours(train=False, max_length=10)
+    rows, left = len(runs.train_dataset), len(trainer.train_dataset)
+    longer, left_out, *of_evaluation = lines_of(trainer)
+    assert 0 < left < rows and f" of {rows} rows of the train dataset are longer than max_length=10" in longer
+    why = "nothing of them is left to train on with max_length=10"
+    assert left_out == f"{rows - left} of {rows} rows of the train dataset are left out: {why}"
+    assert of_evaluation[1] == f"{10 - len(trainer.eval_dataset)} of 10 rows of the eval dataset are left out: {why}"
+
+
+def test_rows_without_a_label_are_left_out(runs):
+    rows = Dataset.from_dict({"input_ids": [[5, 6, 7]] * 3, "labels": [[5, 6, 7], [-100] * 3, [5, 6, 7]]})
+    trainer = runs.ours(train=False, max_length=3, kwargs={"train_dataset": rows, "eval_dataset": None})
+    assert lines_of(trainer) == ["1 of 3 rows of the train dataset are left out: none of their tokens has a label"]
+
+
+@pytest.mark.parametrize("config", [{}, {"packing": True}, {"max_length": None, "use_cpu": True}])
+def test_rows_that_lose_nothing(runs, config):
+    assert lines_of(runs.ours(train=False, **{"max_length": 48, **config})) == []
+
+
+def test_rows_of_a_stream_are_not_counted(runs, texts):
+    data = {"train_dataset": texts.to_iterable_dataset(), "eval_dataset": None}
+    assert lines_of(runs.ours(train=False, max_length=MAX_LENGTH, kwargs=data)) == []
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
+def test_packing_cuts_by_one_strategy_alone(runs, texts, strategy):
+    data, packing = {"train_dataset": texts, "eval_dataset": None}, {"packing": True, "packing_strategy": strategy}
+    trainer = runs.ours(train=False, max_length=MAX_LENGTH, kwargs=data, **packing)
+    packed, whole = (sum(map(len, rows)) for rows in (trainer.train_dataset["input_ids"], tokens_of(runs, texts)))
+    assert (packed < whole) == (strategy == "bfd")
+    keeps = "A higher max_length or packing_strategy='bfd_split'"
+    assert lines_of(trainer) == ([cut_of(runs, texts, "train", keeps=keeps)] if strategy == "bfd" else [])
+
+
+def test_what_is_said_when(runs, texts, capsys, caplog):
+    """At the start of a run and in its record; of rows that an evaluation is given, at once."""
+    data = {"train_dataset": texts, "eval_dataset": None}
+    trainer = runs.ours(train=False, max_length=MAX_LENGTH, max_steps=1, use_cpu=True, kwargs=data)
+    assert "rows of the train dataset" not in capsys.readouterr().out
+    trainer.train()
+    (line,) = lines_of(trainer)
+    assert f"  {line}\n" in capsys.readouterr().out
+    assert line in trainer.describe_run(trainer.args, None)["facts"]["changes"]
+    logging.getLogger("hf_tpu_ext").propagate = True
+    trainer.evaluate(texts.select(range(9)))
+    assert cut_of(runs, texts.select(range(9)), "eval") in caplog.text
+    assert lines_of(trainer) == [line]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"truncation_mode": "keep_end"},
+        {"packing": True},
+        {"shuffle_dataset": True},
+        {"packing": True, "packing_strategy": "wrapped", "shuffle_dataset": True},
+        {"completion_only_loss": False},
+    ],
+)
+def test_rows_are_upstreams_from_the_same_cache(runs, tmp_path, config):
+    """Nothing is prepared anew that upstream's trainer or an earlier run has prepared, and the lines are the same."""
+    runs.train_dataset.to_json(tmp_path / "rows.jsonl")
+
+    def prepare(cls, **more):
+        rows = load_dataset(
+            "json", data_files=str(tmp_path / "rows.jsonl"), split="train", cache_dir=str(tmp_path / "cache")
+        )
+        kwargs = {"train_dataset": rows, "eval_dataset": None}
+        trainer = runs.trainer(cls, runs.config(max_length=10, **config, **more), **kwargs)
+        files = {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").rglob("*.arrow")}
+        return trainer, files
+
+    from hf_tpu_ext import TPUSFTTrainer
+
+    stock, files = prepare(SFTTrainer, use_cpu=True)
+    (first, of_first), (second, of_second) = (prepare(TPUSFTTrainer) for _ in range(2))
+    assert len(files) > 3 and files == of_first == of_second
+    assert first.train_dataset[:] == second.train_dataset[:] == stock.train_dataset[:]
+    end = "beginning" if config.get("truncation_mode") else "end"
+    expected = [f" of 22 rows of the train dataset are longer than max_length=10 and lose their {end}"]
+    if config.get("packing_strategy") == "wrapped":
+        expected = []
+    elif "packing" not in config and (left := len(stock.train_dataset)) < 22:
+        expected.append(f"{22 - left} of 22 rows of the train dataset are left out")
+    assert lines_of(first) == lines_of(second) and len(lines_of(first)) == len(expected)
+    assert all(words in line for words, line in zip(expected, lines_of(first), strict=True))
