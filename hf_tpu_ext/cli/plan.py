@@ -24,10 +24,11 @@ from .trl_scripts import SCRIPTS, take_command
 
 DESCRIPTION = f"""\
 Compile a recipe ahead of time with the TPU compiler, without a TPU and without weights: HBM, step time and cost.
-The compiler: {install_command("tpu")}. It takes a core, up to 5 GB and about a minute for each graph
-(micro-step, training and evaluation step of each length), several minutes where a model is large. --search takes as long
-again for each of its variants: 3 combinations of settings on one chip, 6 on several, with about 3 batch sizes each. It shows
-them as they come, and Ctrl-C keeps those that are known.
+The command takes about 1 GB of memory, whatever the size of the model.
+The compiler: {install_command("tpu")}. It takes a core, up to 5 GB besides (2 GB for 1.7 billion parameters)
+and about a minute for each graph (micro-step, training and evaluation step of each length), several minutes where a model
+is large. --search takes as long again for each of its variants: 3 combinations of settings on one chip, 6 on several, with
+about 3 batch sizes each. It shows them as they come, and Ctrl-C keeps those that are known.
 
 examples:
   hf-tpu plan --config recipes/sft_lora_qwen3.yaml

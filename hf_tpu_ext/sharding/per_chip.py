@@ -12,6 +12,7 @@ from ..backends.base import Backend
 from ..layers.chunked_head import head_wrapped_by
 from ..layers.random_numbers import RandomNumbers
 from ..step.train_step import StepGradients
+from .mesh import AXES
 
 
 class FullToShard(torch.autograd.Function):
@@ -99,8 +100,10 @@ class LocalGradients(StepGradients):
         self._sums: dict[nn.Parameter, torch.Tensor | None] = dict.fromkeys(place[2] for place in self._places)
         if accumulates:
             for parameter in self._sums:
-                gradients = torch.zeros((backend.num_chips, *parameter.shape), dtype=parameter.dtype)
-                self._sums[parameter] = backend.send_rows(gradients, backend.num_chips)
+                # Not sent: on the host they would take the memory of the gradients of all chips.
+                shape = backend.num_chips, *parameter.shape
+                self._sums[parameter] = sums = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+                backend.shard(sums, (AXES, *[None] * parameter.ndim))
         # Of shapes `(chips, ...)`.
         self.tensors = [total for total in self._sums.values() if total is not None]
 

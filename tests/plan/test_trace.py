@@ -7,8 +7,9 @@ from pathlib import Path
 
 import forked
 import pytest
+from transformers import AutoConfig
 
-from hf_tpu_ext.examples.tiny import make_model
+from hf_tpu_ext.examples.tiny import make_model, make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +29,24 @@ def alternating(tmp_path_factory):
     return directory
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """One whose weights, of 512 MiB, are those of its embedding, without these."""
+    directory = tmp_path_factory.mktemp("planned") / "model"
+    sizes = dict(hidden_size=256, intermediate_size=64, num_hidden_layers=2, head_dim=32, vocab_size=2**19)
+    config = AutoConfig.for_model("qwen3", **sizes, architectures=["Qwen3ForCausalLM"], tie_word_embeddings=True)
+    config.save_pretrained(directory)
+    make_tokenizer(directory)
+    return directory
+
+
 @pytest.fixture
-def programs(model, alternating, tmp_path):
+def programs(model, alternating, wide, tmp_path):
     """Gives the programs of a run, by `"train"` or `"trace"`."""
 
     def run(how, settings):
         settings = dict(settings)
-        directory = alternating if settings.pop("alternating", False) else model
+        directory = {"alternating": alternating, "wide": wide}.get(settings.pop("model", None), model)
         output = tmp_path / f"{how}.json"
         done = forked.run(
             [
@@ -73,7 +85,7 @@ LORA = {"r": 4, "lora_dropout": 0.1}
         {"bf16": False, "scan_layers": "on", "max_grad_norm": 0.5},
         {"chips": 8, "mesh": "data", "gradient_accumulation_steps": 2},
         {"chips": 4, "mesh": "fsdp", "rematerialization": "dots"},
-        {"alternating": True, "lora": LORA, "scan_layers": "on", "chips": 4, "mesh": "fsdp"},
+        {"model": "alternating", "lora": LORA, "scan_layers": "on", "chips": 4, "mesh": "fsdp"},
     ],
     ids=lambda settings: "-".join(f"{key}={value}" for key, value in settings.items() if key != "lora"),
 )
@@ -87,3 +99,8 @@ def test_traced_for_a_plan_is_what_is_trained(programs, settings):
     ):
         assert text == trained_text
         assert shardings == trained_shardings
+
+
+def test_a_plan_takes_no_memory_for_weights_gradients_or_moments(programs):
+    settings = {"model": "wide", "chips": 8, "gradient_accumulation_steps": 2, "ema_decay": 0.9, "bf16": True}
+    assert programs("trace", settings)["bytes"] < 2**28

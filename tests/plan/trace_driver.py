@@ -1,5 +1,5 @@
 """
-Trains one step, or traces it for a plan, and writes down the programs as text.
+Trains one step, or traces it for a plan, and writes down the programs as text, and the memory that this took.
 
     python trace_driver.py train|trace MODEL OUTPUT '{"field": value, ...}'
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from datasets import Dataset
 
+from hf_tpu_ext.backends.host import peak_of_process
 from hf_tpu_ext.backends.selection import select_tracing
 
 
@@ -33,7 +34,7 @@ from hf_tpu_ext.backends.xla import programs as xla_programs  # noqa: E402
 from hf_tpu_ext.plan.trace import trace_run  # noqa: E402
 
 
-texts, donated = [], []
+texts, donated, before = [], [], peak_of_process()
 
 
 def note(results, updated):
@@ -109,4 +110,5 @@ def take_out_shardings(text, beside):
 
 
 taken = [take_out_shardings(text, noted) for text, noted in zip(texts, beside, strict=True)]
-Path(output).write_text(json.dumps({"programs": taken, "donated": donated}))
+num_bytes = peak_of_process() - before
+Path(output).write_text(json.dumps({"programs": taken, "donated": donated, "bytes": num_bytes}))

@@ -65,6 +65,24 @@ def test_a_run_that_fails_in_a_step_leaves_nothing(runs):
     assert trainer.train().global_step == 6
 
 
+def test_steps_are_replayed_after_more_is_trained(runs):
+    """The gradients of what was frozen before are there when the next step is traced."""
+
+    class Thaws(TrainerCallback):
+        def on_step_begin(self, args, state, control, model, **kwargs):
+            if state.global_step == 2:
+                model.requires_grad_(True)
+
+        def on_step_end(self, args, state, control, **kwargs):
+            self.why_traced = trainer.steps.compiled.why_traced
+
+    trainer = runs.ours(train=False, gradient_accumulation_steps=2, max_steps=5)
+    trainer.model.model.layers[0].requires_grad_(False)
+    trainer.add_callback(thaws := Thaws())
+    trainer.train()
+    assert thaws.why_traced is None
+
+
 # ---- Code of the user's between two micro-steps ----
 
 

@@ -315,6 +315,8 @@ class TrainingSteps(TrainerCallback):
         self._rematerialize_layers()
         if not self.gradients.are_of(self._model):
             self.make_gradients()
+            # A trace begins with a state whose values are there.
+            self._backend.flush()
 
     def _rematerialize_layers(self) -> None:
         """
