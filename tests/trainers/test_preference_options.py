@@ -13,6 +13,7 @@ import forked
 import pytest
 from preference import ONE_LAYER, STEPS, Case, assert_compiled, assert_same_numbers, rows_for, train, trainer_for
 from refusals import refused
+from torch.utils._pytree import tree_leaves
 from transformers import TrainerCallback
 from trl import DPOConfig, KTOConfig, RewardConfig
 from trl.trainer.base_config import _BaseConfig
@@ -221,7 +222,8 @@ def test_the_loss_beside_metrics_of_predictions_counts_pairs(xla, models, kind):
     losses, columns = [], []
 
     def note_columns(predictions):
-        columns.append([array.shape[1:2] for array in (predictions.predictions, predictions.label_ids)])
+        # A reward model predicts several arrays.
+        columns.append([array.shape[1:2] for array in tree_leaves([predictions.predictions, predictions.label_ids])])
         return {}
 
     for ours in (True, False):
