@@ -28,14 +28,14 @@ LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0}
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """Directory of a tiny Qwen3 with its tokenizer."""
-    return make_model(tmp_path_factory.mktemp("tiny"), hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+    """Directory of a tiny Qwen3 with its tokenizer. It has one layer: with two, a step compiles nearly twice as long."""
+    return make_model(tmp_path_factory.mktemp("tiny"), hidden_size=32, intermediate_size=48, num_hidden_layers=1)
 
 
 @pytest.fixture(scope="session")
-def shallow_model(tmp_path_factory):
-    """Directory of the tiny model with a single layer, for tests that compile many programs in which layers are no matter."""
-    return make_model(tmp_path_factory.mktemp("shallow"), hidden_size=32, intermediate_size=48, num_hidden_layers=1)
+def two_layer_model(tmp_path_factory):
+    """Directory of the same with two layers, for tests of what is between layers."""
+    return make_model(tmp_path_factory.mktemp("two"), hidden_size=32, intermediate_size=48, num_hidden_layers=2)
 
 
 @pytest.fixture(scope="session")
@@ -156,9 +156,9 @@ def runs(xla, tiny_model, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def one_layer(runs, shallow_model):
-    """Has `runs` train a model of one layer, whose programs are compiled in two thirds of the time or less."""
-    runs.model_dir = shallow_model
+def two_layers(runs, two_layer_model):
+    """Has `runs` train the model of two layers."""
+    runs.model_dir = two_layer_model
 
 
 def logged(trainer):

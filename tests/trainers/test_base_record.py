@@ -12,6 +12,12 @@ from hf_tpu_ext.examples.tiny import make_model
 from hf_tpu_ext.trainers.checkpoint.base_record import BASE_FILE, find_differences, find_frozen, write_base
 
 
+@pytest.fixture(scope="module")
+def tiny_model(two_layer_model):
+    """Layers are a loop in some of the tests."""
+    return two_layer_model
+
+
 @pytest.fixture
 def base(runs):
     return AutoModelForCausalLM.from_pretrained(runs.model_dir, dtype=torch.float32)

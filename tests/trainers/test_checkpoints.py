@@ -23,11 +23,6 @@ EVERY_STEP = dict(save_strategy="steps", save_steps=1)
 SAVED = dict(max_steps=6, save_strategy="steps", save_steps=2)
 
 
-@pytest.fixture(scope="module")
-def tiny_model(shallow_model):
-    return shallow_model
-
-
 def weights_and_moments(trainer):
     """Parameters and optimizer state, on the host."""
     return trainer.backend.fetch(dict(trainer.model.state_dict())), trainer.optimizer.state_dict()["state"]

@@ -71,9 +71,9 @@ def for_each(names):
 
 
 @pytest.fixture(scope="module")
-def model_for(tiny_model, shallow_model):
+def model_for(tiny_model, two_layer_model):
     """Directory of a model of one layer, or of two where they run as a loop."""
-    return lambda config: str(tiny_model if "scan_layers" in config else shallow_model)
+    return lambda config: str(two_layer_model if "scan_layers" in config else tiny_model)
 
 
 @pytest.fixture(scope="module")

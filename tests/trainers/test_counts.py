@@ -10,11 +10,6 @@ from transformers import TrainerCallback
 from hf_tpu_ext import TPUSFTConfig
 
 
-@pytest.fixture(scope="module")
-def tiny_model(shallow_model):
-    return shallow_model
-
-
 class CountPerStep(TrainerCallback):
     """Notes what the runtime did between the beginnings of two optimizer steps, with all work finished at each."""
 

@@ -14,11 +14,6 @@ from hf_tpu_ext.examples.tiny import make_model
 KD_METRICS = {"ce_loss", "kd_loss", "teacher_coverage", "teacher_agreement"}
 
 
-@pytest.fixture(scope="module")
-def tiny_model(shallow_model):
-    return shallow_model
-
-
 def naive_losses(runs, trainer, teacher_dir, temperature, alpha, top_k=None):
     """The first step's loss, by plain transformers in float64 on the batch that the trainer took."""
     rows = next(iter(trainer.get_train_dataloader()))

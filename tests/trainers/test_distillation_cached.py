@@ -18,12 +18,6 @@ from hf_tpu_ext.layers.static_kernels import use_static_kernels
 VOCABULARY = 259
 
 
-@pytest.fixture(scope="session")
-def tiny_model(shallow_model):
-    """Layers are no matter here."""
-    return shallow_model
-
-
 @pytest.fixture(scope="module")
 def make_cache(xla, runs_class, tiny_model, teacher, tmp_path_factory):
     """Runs the teacher over the prepared data of `runs`, once for all tests of the same cache."""

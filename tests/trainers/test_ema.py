@@ -93,10 +93,10 @@ def assert_equal(averages, expected):
     ],
     ids=["full", "lora-accumulated-warm-up", "layers-in-a-loop"],
 )
-def test_it_is_pytorchs_in_float64_and_costs_no_execution(runs, shallow_model, config):
+def test_it_is_pytorchs_in_float64_and_costs_no_execution(runs, two_layer_model, config):
     """Also the same as on an eager device, up to rounding."""
-    if "scan_layers" not in config:
-        runs.model_dir = shallow_model
+    if "scan_layers" in config:
+        runs.model_dir = two_layer_model
     ours = runs.ours(config_cls=TPUSFTConfig, train=False, logging_steps=100, **SETTINGS, **config)
     counter = CountPerStep(ours.backend)
     ours.add_callback(counter)
@@ -161,6 +161,7 @@ class Freezes(TrainerCallback):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("two_layers")
 def test_layers_that_leave_the_loop_take_theirs_along(runs):
     config = dict(SETTINGS, max_steps=9, gradient_checkpointing=True)
     ours = runs.ours(config_cls=TPUSFTConfig, scan_layers="on", kwargs={"callbacks": [Freezes()]}, **config)
@@ -187,6 +188,7 @@ def test_preference_trainers(xla, tmp_path, kind):
 # ---- Evaluation ----
 
 
+@pytest.mark.usefixtures("two_layers")
 @pytest.mark.parametrize("scan_layers", ["on", pytest.param("off", marks=pytest.mark.slow)])
 def test_evaluation_of_the_average(runs, same_logs, scan_layers):
     config = dict(SETTINGS, ema_eval=True, eval_strategy="steps", eval_steps=3, max_steps=7)
@@ -211,6 +213,7 @@ def load_average_of(trainer, other):
     load_average(other.model, Path(trainer.args.output_dir))
 
 
+@pytest.mark.usefixtures("two_layers")
 def test_the_best_model_has_its_own_average(runs):
     config = dict(SETTINGS, max_steps=3, warmup_steps=0, ema_eval=True, load_best_model_at_end=True)
     every_step = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1)
@@ -250,9 +253,9 @@ def resume(runs, tmp_path):
     ],
     ids=["layers-in-a-loop", "lora", "cpu"],
 )
-def test_resumed_it_is_equal_bit_for_bit(runs, resume, shallow_model, config):
-    if "scan_layers" not in config:
-        runs.model_dir = shallow_model
+def test_resumed_it_is_equal_bit_for_bit(runs, resume, two_layer_model, config):
+    if "scan_layers" in config:
+        runs.model_dir = two_layer_model
     backend = config.pop("backend", "xla")
     train = on_cpu if backend == "cpu" else lambda runs, **config: runs.ours(config_cls=TPUSFTConfig, **config)
     whole = train(runs, **SETTINGS, **SAVES, **config)
@@ -267,6 +270,7 @@ def test_resumed_it_is_equal_bit_for_bit(runs, resume, shallow_model, config):
     assert_equal(saved(resumed), averages_in(Path(whole.args.output_dir) / "checkpoint-8"))
 
 
+@pytest.mark.usefixtures("two_layers")
 def test_it_moves_between_devices_and_ways_to_run_layers(runs, resume):
     whole = runs.ours(config_cls=TPUSFTConfig, scan_layers="on", **SETTINGS, **SAVES)
     checkpoint, expected = Path(whole.args.output_dir) / "checkpoint-4", saved(whole)
@@ -274,7 +278,6 @@ def test_it_moves_between_devices_and_ways_to_run_layers(runs, resume):
     assert_close(saved(resume(checkpoint, "cpu")), expected)
 
 
-@pytest.mark.usefixtures("one_layer")
 def test_a_checkpoint_without_one_begins_it(runs, resume, caplog):
     plain = runs.ours(config_cls=TPUSFTConfig, max_steps=4, adam_epsilon=1e-4, **SAVES)
     assert not list(Path(plain.args.output_dir).rglob(EMA_FILE))
@@ -288,7 +291,6 @@ def test_a_checkpoint_without_one_begins_it(runs, resume, caplog):
     assert not (checkpoint / EMA_FILE).exists()
 
 
-@pytest.mark.usefixtures("one_layer")
 def test_other_parameters_than_before(runs, resume):
     whole = runs.ours(config_cls=TPUSFTConfig, **{**SETTINGS, "max_steps": 4}, **SAVES)
     checkpoint = Path(whole.args.output_dir) / "checkpoint-4"
@@ -299,6 +301,7 @@ def test_other_parameters_than_before(runs, resume):
     refused(["no average of model.norm.weight", "leave ema_decay out"], lambda: resume(checkpoint))
 
 
+@pytest.mark.usefixtures("two_layers")
 def test_a_second_training_goes_on_with_it(runs):
     trainer = runs.ours(config_cls=TPUSFTConfig, scan_layers="on", **{**SETTINGS, "max_steps": 2})
     first = saved(trainer)
@@ -307,7 +310,6 @@ def test_a_second_training_goes_on_with_it(runs):
     assert any(not torch.equal(first[name], average) for name, average in saved(trainer).items())
 
 
-@pytest.mark.usefixtures("one_layer")
 @pytest.mark.parametrize("backend", ["xla", "cpu"])
 def test_short_weights_have_a_long_average(runs, backend):
     model = AutoModelForCausalLM.from_pretrained(runs.model_dir, dtype=torch.bfloat16)
@@ -388,7 +390,6 @@ def test_settings_that_cannot_be(config_cls, settings, words, tmp_path):
     refused(words, lambda: config_cls(str(tmp_path), **settings))
 
 
-@pytest.mark.usefixtures("one_layer")
 def test_the_start_says_how_much_of_the_beginning_is_left(runs, capsys):
     on_cpu(runs, **{**SETTINGS, "max_steps": 2})
     output = capsys.readouterr().out

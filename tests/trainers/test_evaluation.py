@@ -31,11 +31,6 @@ CHIPS = int(os.environ.get("CPU_NUM_DEVICES", "1"))
 READ = 1 if CHIPS == 1 else 2
 
 
-@pytest.fixture(scope="module")
-def tiny_model(shallow_model):
-    return shallow_model
-
-
 def accuracy(prediction):
     labels = prediction.label_ids[:, 1:]
     return {

@@ -12,11 +12,6 @@ from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
 BATCHES = 3
 
 
-@pytest.fixture(scope="module")
-def tiny_model(shallow_model):
-    return shallow_model
-
-
 @pytest.fixture
 def make(runs, rows):
     """Makes a trainer that evaluates 10 rows of one length in 3 batches, the last of which is ragged."""

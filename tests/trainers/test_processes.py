@@ -22,6 +22,12 @@ BY_PROCESS = {
 PLAIN = dict(LEARNS, train_sampling_strategy="random")
 
 
+@pytest.fixture(scope="module")
+def tiny_model(two_layer_model):
+    """Of one layer, what is near zero differs by more than what is compared to."""
+    return two_layer_model
+
+
 def rows_of_two(spec):
     """As many rows in one process."""
     return {

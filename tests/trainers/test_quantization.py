@@ -19,13 +19,12 @@ ALL_LINEAR = {"target_modules": "all-linear"}
 
 
 @pytest.fixture
-def train(runs, shallow_model):
+def train(runs, two_layer_model):
     """Trains a model of one layer, or of two from the first run on in which they are a loop."""
-    two_layers, runs.model_dir = runs.model_dir, shallow_model
 
     def train(backend="xla", **config):
         if config.get("scan_layers") == "on":
-            runs.model_dir = two_layers
+            runs.model_dir = two_layer_model
         config = {"max_steps": 4, "warmup_steps": 0, "config_cls": TPUSFTConfig, **INT4, **config}
         try:
             return runs.ours(backend=backend, **config)

@@ -319,12 +319,6 @@ def test_chips_that_cannot_share_a_batch_compute_all_of_it(tmp_path):
 # ---- Supervised fine-tuning ----
 
 
-@pytest.fixture(scope="session")
-def tiny_model(shallow_model):
-    """Layers are no matter here."""
-    return shallow_model
-
-
 def drop_nothing(module, args, output):
     """A hook of the user's."""
 

@@ -48,11 +48,6 @@ def same_bits(mine, theirs):
         assert torch.equal(mine[name], value), name
 
 
-@pytest.fixture(scope="module")
-def tiny_model(shallow_model):
-    return shallow_model
-
-
 @pytest.fixture
 def both(runs, same_logs):
     """Trains with and without replay; equal logs, weights and moments, and how many steps were traced."""

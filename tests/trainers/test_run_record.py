@@ -24,11 +24,6 @@ from hf_tpu_ext.watch.compilations import TooManyRecompiles
 CONFIG = dict(config_cls=TPUSFTConfig, run_report=True, max_steps=6, logging_steps=2)
 
 
-@pytest.fixture(scope="module")
-def tiny_model(shallow_model):
-    return shallow_model
-
-
 @pytest.fixture(autouse=True)
 def without_pictures(request, monkeypatch):
     """Figures of reports have no pictures, which take longer than a run, but for one test. Those of tests/report have them."""

@@ -34,11 +34,6 @@ CONFIG = dict(
 )
 
 
-@pytest.fixture(scope="module")
-def tiny_model(shallow_model):
-    return shallow_model
-
-
 class StopAt(TrainerCallback):
     """Sends the process a signal where an event happens for the first time at or after a step."""
 

@@ -40,6 +40,7 @@ def generate_eagerly(model, prompt):
     return made[0, len(prompt) :].tolist()
 
 
+@pytest.mark.usefixtures("two_layers")
 @pytest.mark.parametrize(
     "settings",
     [pytest.param(dict(), marks=pytest.mark.slow), dict(scan_layers="on")],

@@ -29,12 +29,6 @@ from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArgum
 from hf_tpu_ext.report.record import read_run
 
 
-@pytest.fixture(scope="session")
-def tiny_model(shallow_model):
-    """Layers are no matter here."""
-    return shallow_model
-
-
 def classified_rows(tokenizer, count=30):
     rng = random.Random(0)
     texts = ["".join(rng.choice("ab") for _ in range(rng.randint(3, 30))) for _ in range(count)]

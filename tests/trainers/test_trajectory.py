@@ -15,6 +15,7 @@ from hf_tpu_ext.examples.tiny import make_model
 EVERY_METRIC = {"loss", "grad_norm", "learning_rate", "entropy", "mean_token_accuracy", "num_tokens"}
 
 
+@pytest.mark.usefixtures("two_layers")
 @pytest.mark.parametrize("lora", [None, {}], ids=["full", "lora"])
 def test_twenty_steps_with_evaluation(runs, xla, same_logs, lora):
     config = dict(max_steps=20, warmup_steps=5, eval_strategy="steps", eval_steps=10)
@@ -27,7 +28,6 @@ def test_twenty_steps_with_evaluation(runs, xla, same_logs, lora):
     )
 
 
-@pytest.mark.usefixtures("one_layer")
 @pytest.mark.parametrize(
     "config",
     [
@@ -53,12 +53,10 @@ def test_setting(runs, same_logs, config):
     same_logs(runs.ours(**config), runs.stock(**config))
 
 
-@pytest.mark.usefixtures("one_layer")
 def test_dora(runs, same_logs):
     same_logs(runs.ours(lora={"use_dora": True}, max_steps=5), runs.stock(lora={"use_dora": True}, max_steps=5))
 
 
-@pytest.mark.usefixtures("one_layer")
 def test_assistant_only_loss(runs, same_logs, rows):
     chats = rows(14).map(
         lambda row: {
@@ -75,7 +73,6 @@ def test_assistant_only_loss(runs, same_logs, rows):
     same_logs(runs.ours(**both), runs.stock(**both))
 
 
-@pytest.mark.usefixtures("one_layer")
 def test_streaming_with_several_evaluation_sets(runs, same_logs):
     """Of a stream, whose last batch is short and which TRL does not dispatch, that batch counts as a full one."""
     datasets = {
@@ -86,7 +83,6 @@ def test_streaming_with_several_evaluation_sets(runs, same_logs):
     same_logs(runs.ours(**config), runs.stock(**config))
 
 
-@pytest.mark.usefixtures("one_layer")
 def test_accumulation_is_invariant(runs):
     one_by_eight = runs.ours(per_device_train_batch_size=1, gradient_accumulation_steps=8, max_steps=4)
     eight_by_one = runs.ours(per_device_train_batch_size=8, gradient_accumulation_steps=1, max_steps=4)
@@ -97,7 +93,6 @@ def test_accumulation_is_invariant(runs):
         assert a == pytest.approx(b, rel=1e-5)
 
 
-@pytest.mark.usefixtures("one_layer")
 def test_bfloat16_compute_keeps_float32_weights_and_stays_close(runs):
     """TRL's default precision. The tolerance is that of bfloat16's 8 bits, on eager CPU as well."""
     ours, stock = runs.ours(bf16=True, max_steps=6), runs.stock(bf16=True, max_steps=6)
@@ -108,7 +103,6 @@ def test_bfloat16_compute_keeps_float32_weights_and_stays_close(runs):
         assert mine["loss"] == pytest.approx(other["loss"], rel=2**-8)
 
 
-@pytest.mark.usefixtures("one_layer")
 def test_neftune_adds_noise_in_training_only(runs):
     noisy = runs.ours(neftune_noise_alpha=5.0, max_steps=3, learning_rate=0.0, eval_strategy="steps", eval_steps=3)
     plain = runs.ours(max_steps=3, learning_rate=0.0, eval_strategy="steps", eval_steps=3)
@@ -116,7 +110,6 @@ def test_neftune_adds_noise_in_training_only(runs):
     assert noisy.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-6)
 
 
-@pytest.mark.usefixtures("one_layer")
 def test_one_nan_loss_is_reported_and_does_not_poison_later_logs(runs, caplog):
     from hf_tpu_ext import TPUSFTTrainer
 

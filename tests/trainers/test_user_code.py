@@ -24,12 +24,6 @@ from hf_tpu_ext.trainers.run.programs import reach_of_trainer
 from hf_tpu_ext.trainers.run.user_code import find_own_code, names_of_a_step
 
 
-@pytest.fixture(scope="session")
-def tiny_model(shallow_model):
-    """Layers are no matter here."""
-    return shallow_model
-
-
 @pytest.fixture(scope="module")
 def made(xla, tiny_model, tmp_path_factory, runs_class):
     """A trainer with its optimizer, whose model has a label smoother and adapters, before training."""
