@@ -290,7 +290,8 @@ class ProgramWatch:
                 f"{describe_line(cut)} cuts the graph within the step",
                 "Remove device-to-host syncs, print and torch_xla.sync from the step.",
             )
-        # Another program, which was not listed, has run since then, and is not what a later one is compared with.
+        # Where a program that was not listed was compiled in between, this one is compared with one of an earlier step, and later ones
+        # say nothing about that.
         when = "" if history.open_event is None else f" at step {history.step}"
         history.open_event = None
         change = None if history.find_change is None else history.find_change()

@@ -33,6 +33,12 @@ def versions() -> str:
     return ", ".join(f"{name} {version(name)}" for name in ("torch", "torch_xla", "transformers", "trl"))
 
 
+def read_block(document: Path, name: str) -> str:
+    """What stands between two markers of a document."""
+    _, _, rest = document.read_text(encoding="utf-8").partition(f"<!-- {name}:start -->\n")
+    return rest.partition(f"\n<!-- {name}:end -->")[0]
+
+
 def write_block(document: Path, name: str, block: str) -> None:
     """Replace what stands between two markers of a document."""
     start, end = f"<!-- {name}:start -->", f"<!-- {name}:end -->"

@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from datasets import load_dataset
+from trl import SFTConfig, SFTTrainer
 
 from hf_tpu_ext.cli.main import main
 
@@ -115,6 +117,19 @@ def assert_equal(ours, stock):
     assert len(ours) == len(stock) == 3
     for entry, expected in zip(ours, stock, strict=True):
         assert entry == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+def test_trl_trains_in_two_processes_what_stock_trains_in_one_with_the_rows_of_both(directory, xla):
+    settings = {"gradient_checkpointing": False}
+    options = write(directory, "two", save_strategy="steps", save_steps=3, use_peft=False, **settings)
+    result = run([BIN / "trl", "sft", *options, *TWO], directory)
+    assert "because HF_TPU_EXT=1 is set" in result.stderr and "in 2 processes" in result.stdout + result.stderr
+    settings |= {"per_device_train_batch_size": 4, "max_length": 64, "output_dir": str(directory / "one")}
+    rows = load_dataset(str(directory / "tiny/data"), split="train")
+    stock = SFTTrainer(str(directory / "tiny/model"), args=SFTConfig(**COMMON | settings), train_dataset=rows)
+    stock.train()
+    expected = [{key: entry[key] for key in ("loss", "grad_norm")} for entry in stock.state.log_history[:3]]
+    assert_equal(states(directory, "two/checkpoint-3"), expected)
 
 
 @pytest.mark.slow

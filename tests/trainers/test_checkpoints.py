@@ -86,7 +86,7 @@ def test_resumes_bit_for_bit(runs, same_logs, tmp_path, accumulation, lora):
     config = dict(lora=lora, gradient_accumulation_steps=accumulation, max_steps=epoch + 3, warmup_steps=2)
     undisturbed = drop(runs.ours(**config, output_dir=str(tmp_path / "undisturbed")))
     runs.ours(**config, **EVERY_STEP)
-    for step in (epoch, epoch + 1):
+    for step in (2, epoch, epoch + 1):
         resumed = runs.ours(train=False, **config, output_dir=str(tmp_path / "resumed"))
         drop(resume(resumed, runs.output_dir / f"checkpoint-{step}"))
         torch.testing.assert_close(weights_and_moments(resumed), weights_and_moments(undisturbed), rtol=0, atol=0)

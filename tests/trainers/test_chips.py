@@ -39,7 +39,7 @@ DROPPING = {
     "dropping-data": dict(SIX, scan_layers="on", lora={"lora_dropout": 0.1}),
     "dropping-fsdp": dict(SIX, scan_layers="on", lora={"lora_dropout": 0.1}, mesh="fsdp"),
     "dropping-unrolled": dict(SIX, lora={"lora_dropout": 0.1}, gradient_accumulation_steps=2),
-    "dropping-neftune": dict(SIX, neftune_noise_alpha=5.0),
+    "dropping-neftune": dict(SIX, neftune_noise_alpha=5.0, gradient_accumulation_steps=2),
 }
 SILENT = {
     "silent-data": dict(SIX, logging_steps=100, gradient_accumulation_steps=2),
