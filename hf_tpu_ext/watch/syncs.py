@@ -41,7 +41,7 @@ class Read:
     """
     A place that reads the device, or that runs an operator on the host: what does it, as it is written; its line and, if that is
     a library's, the user's that calls it, empty where none is known; whether it is within a step, whose program ends there, or in
-    `on_log`; and the operator that ran on the host, empty for a plain read.
+    `on_log` or the trainer's `log`; and the operator that ran on the host, empty for a plain read.
     """
 
     what: str = ""
@@ -89,7 +89,7 @@ class ReadFinder(TorchFunctionMode):
                 what=_AS_WRITTEN.get(func.__name__, f".{func.__name__}()"),
                 place=place if reads == line else f"{describe_line(reads)}, called at {place}",
                 in_step=any(frame.function == "training_step" for frame in frames),
-                in_log=any(frame.function == "on_log" for frame in frames),
+                in_log=any(frame.function in ("on_log", "log") for frame in frames),
                 operator=operators[0] if operators else "",
             )
         ] += 1

@@ -115,6 +115,32 @@ def test_a_loss_of_ones_own_that_calls_the_model_is_replayed(classify, same_logs
     assert own == upstreams and "(0 replayed)" not in own
 
 
+class KeepsANumber(TPUTrainer):
+    """As docs/recompilation.md has it."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.model.register_buffer("my_loss", torch.zeros((), device=self.model.device), persistent=False)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss = result[0] if return_outputs else result
+        self.model.my_loss.copy_(loss.detach())
+        return result
+
+    def log(self, logs, *args):
+        super().log({**logs, **self.backend.fetch({"my_loss": self.model.my_loss})}, *args)
+
+
+def test_a_number_of_ones_own_loss_is_kept_by_a_buffer_in_replayed_steps(classify, capsys):
+    trainer = classify(KeepsANumber, TPUTrainingArguments, step_replay=True, dataloader_drop_last=True)
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert len({log["loss"] for log in logs}) == len(logs) > 4
+    assert [float(log["my_loss"]) for log in logs] == pytest.approx([log["loss"] for log in logs], rel=1e-6)
+    text = capsys.readouterr().out
+    assert "(0 by user code)" in text and "(0 replayed)" not in text
+
+
 def test_buckets(classify, stock, same_logs):
     config = dict(config_cls=TPUTrainingArguments, max_length=32, length_buckets=[16, 32])
     ours = classify(TPUTrainer, **config)

@@ -44,14 +44,24 @@ def test_a_callback_that_reads(train, lines, capsys, callback, text, what):
     assert trainer.sync_monitor.syncs and trainer.steps.compiled is None
 
 
-def test_a_callback_that_reads_in_on_log_is_told_to_do_it_once(train, lines):
-    class Reads(TrainerCallback):
-        def on_log(self, args, state, control, model, **kwargs):
-            self.norms = [model.head.weight.norm(order).item() for order in (2, 2)]
+class ReadsInOnLog(TrainerCallback):
+    def on_log(self, args, state, control, model, **kwargs):
+        self.norms = [model.head.weight.norm(order).item() for order in (2, 2)]
 
-    train(callbacks=[Reads()], logging_steps=1)
+
+class ReadsInLog(TPUTrainer):
+    def log(self, logs, *args):
+        self.norms = [self.model.head.weight.norm(order).item() for order in (2, 2)]
+        super().log(logs, *args)
+
+
+@pytest.mark.parametrize(
+    "code, settings", [(ReadsInOnLog, {"callbacks": [ReadsInOnLog()]}), (ReadsInLog, {"cls": ReadsInLog})]
+)
+def test_code_that_reads_in_a_log_is_told_to_do_it_once(train, lines, code, settings):
+    train(**settings, logging_steps=1)
     (line,) = lines()
-    assert f"[{line_of(Reads, '.item()')}]" in line and "fetch all that you log in one transfer" in line
+    assert f"[{line_of(code, '.item()')}]" in line and "fetch all that you log in one transfer" in line
 
 
 def test_a_library_that_reads_is_named_with_the_line_that_calls_it(train, lines):
