@@ -141,6 +141,9 @@ class RecipeParser(TrlParser):
                 allowed_values = f"one of {', '.join(map(str, action.choices))}"
             else:
                 allowed_values = hint.__name__ if isinstance(hint, type) else str(hint)
+                if action.default is not None:
+                    # An example of how a value is written.
+                    allowed_values += f" (default: {action.default})"
             problem = "has no value" if value is True else f"is {value!r}"
             raise UserError(f"{recipe.where(key)}: {key} {problem}, expected {allowed_values}.") from None
         return result
