@@ -12,6 +12,7 @@ _ADVISED_BUCKETS = 4
 _ADVICE_FROM = 0.10
 # What buckets must save, in share of pads, to be named, and batches of similar rows over others.
 _WORTHWHILE = 0.05
+_BY_LENGTH = "group_by_length"
 
 
 class TokenWaste:
@@ -75,7 +76,13 @@ class TokenWaste:
         if not self.packing and self.pad_share >= _ADVICE_FROM:
             for option, share in self.estimates().items():
                 if share <= least - _WORTHWHILE:
-                    advice, least = f" Set {option} (estimated {share:.0%}; each length is a graph to compile).", share
+                    order = (
+                        "; rows of similar length share batches, which changes training"
+                        if _BY_LENGTH in option
+                        else ""
+                    )
+                    advice = f" Set {option} (estimated {share:.0%}; each length is a graph to compile{order})."
+                    least = share
         return f"{text}.{advice}"
 
     def describe_unused(self, buckets: Sequence[int]) -> str | None:
@@ -89,16 +96,16 @@ class TokenWaste:
             f"length_buckets: no batch is padded to {' or '.join(map(str, unused_buckets))}, since the longest rows of batches have "
             f"{between} tokens"
         )
-        longest_in_groups = group_batches(self._lengths, self.batch_size, "group_by_length").amax(1)
+        longest_in_groups = group_batches(self._lengths, self.batch_size, _BY_LENGTH).amax(1)
         if longest_in_groups.min() <= unused_buckets[-1] < longest.min():
-            text += '. train_sampling_strategy="group_by_length" makes batches of rows of similar length'
+            text += f'. train_sampling_strategy="{_BY_LENGTH}" makes batches of rows of similar length'
         return text
 
     def estimates(self) -> dict[str, float]:
         """Share of pads that buckets would leave, with the sampler in use and with one that groups rows by length."""
         estimates = {}
         num_buckets = max(len(self.pad_share_per_length), _ADVISED_BUCKETS)
-        for strategy in dict.fromkeys([self.train_sampling_strategy, "group_by_length"]):
+        for strategy in dict.fromkeys([self.train_sampling_strategy, _BY_LENGTH]):
             batches = group_batches(self._lengths, self.batch_size, strategy)
             buckets = percentile_buckets(batches.amax(1).tolist(), num_buckets, self.declared_lengths[-1])
             pads = _pad_tokens(batches, _padded_lengths(batches, buckets))

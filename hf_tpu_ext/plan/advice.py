@@ -28,7 +28,7 @@ _SEARCHED = ("mesh", "rematerialization", "per_device_train_batch_size")
 
 @dataclass(frozen=True)
 class _Change:
-    """A setting that is not set, what it does, and the most bytes of a chip that it saves in each program that does not fit."""
+    """A setting that is not set, what it does, and about how many bytes of a chip it saves in each program that does not fit."""
 
     setting: str
     effect: str
@@ -36,7 +36,7 @@ class _Change:
 
     def __str__(self) -> str:
         saved = round(max(self.saved))
-        return f"{self.setting}{self.effect}{f' (up to {format_bytes(saved)} less)' if saved else ''}"
+        return f"{self.setting}{self.effect}{f' (about {format_bytes(saved)} less)' if saved else ''}"
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,14 @@ def _changes_of_state(state: Mapping[str, int], topology: Topology, run: Run, ne
     found = []
     if share < 1:
         found.append(("mesh: fsdp", ", which shards weights and optimizer state over the chips", total * (1 - share)))
+    of_reference = run.reference_share * weights
+    if of_reference:
+        effect = ", which runs the reference once, before training, and drops its copy of the weights"
+        found.append(("precompute_ref_log_probs: true", effect, of_reference))
     if run.trained_parameters == run.parameters:
-        saved = total - weights + (weights / 2 if run.trains_in_float32 else 0)
+        # The reference is the model without its adapter.
+        left = (weights - of_reference) / (2 if run.trains_in_float32 else 1)
+        saved = total - left
         found.append(("use_peft: true", " (LoRA): gradients and optimizer state are of adapters alone", saved))
     elif not run.is_quantized:
         found.append(("load_in_4bit: true", " (QLoRA), for the frozen weights", weights * _SAVED_BY_4_BITS))

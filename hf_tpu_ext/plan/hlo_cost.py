@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .hlo import KERNEL, Instruction, Module, find_collectives, parse_module
+from .hlo import KERNEL, KINDS, Instruction, Module, find_collectives, parse_module
 from .hlo_loops import count_trips
 
 
@@ -17,6 +17,8 @@ _FREE = set(
     "replica-id tuple while".split()
 )
 _SLICES = {"dynamic-slice", "gather", "slice"}
+# A collective goes on beside several products, in fusions of this name, which hand its tensors on. It counts where it begins.
+_BESIDE_PRODUCT = "async_collective_fusion"
 
 
 @dataclass(frozen=True)
@@ -160,28 +162,29 @@ def memory_bytes(line: Instruction, lines: dict[str, Instruction], module: Modul
 
 def _bytes_read(module: Module, computation: str, argument: int) -> int:
     """What a fusion reads of an argument."""
-    lines = module.computations[computation]
-    return sum(_read_by_users(module, lines, _parameter(lines, argument)))
+    return sum(_read_by_users(module, computation, _parameter(module.computations[computation], argument)))
 
 
 def _parameter(lines: dict[str, Instruction], argument: int) -> Instruction:
     return next(line for line in lines.values() if line.opcode == "parameter" and line.rest.startswith(f"{argument})"))
 
 
-def _read_by_users(module: Module, lines: dict[str, Instruction], source: Instruction) -> Iterator[int]:
-    for line in lines.values():
+def _read_by_users(module: Module, computation: str, source: Instruction) -> Iterator[int]:
+    for line in module.computations[computation].values():
         if line.opcode == "parameter" or source.name not in line.operands:
             continue
         index = line.operands.index(source.name)
-        if line.opcode in _SLICES and index == 0:
+        if line.opcode in (*KINDS, "tuple") and computation.startswith(_BESIDE_PRODUCT):
+            continue
+        elif line.opcode in _SLICES and index == 0:
             yield line.shapes[0].num_bytes
         elif line.opcode == "dynamic-update-slice" and index == 0:
             # Written to in place.
             continue
         elif line.opcode == "bitcast":
-            yield from _read_by_users(module, lines, line)
+            yield from _read_by_users(module, computation, line)
         elif line.opcode == "fusion" and _is_view(module, line.callees[0], index):
-            yield from _read_by_users(module, lines, line)
+            yield from _read_by_users(module, computation, line)
         elif line.opcode == "fusion":
             yield _bytes_read(module, line.callees[0], index)
         else:
@@ -201,6 +204,8 @@ def _bytes_written(module: Module, computation: str) -> list[int]:
     lines = module.computations[computation]
 
     def sizes_of(line: Instruction) -> list[int]:
+        if line.opcode in (*KINDS, "parameter") and computation.startswith(_BESIDE_PRODUCT):
+            return [0] * len(line.shapes)
         if line.opcode == "tuple":
             return [size for operand in line.operands for size in sizes_of(lines[operand])]
         if line.opcode == "bitcast":

@@ -94,9 +94,12 @@ def _describe(run: Run, programs: Sequence[TracedProgram], topology: Topology) -
     share = 100 * run.trained_parameters / run.parameters
     description = {
         "model": f"{run.config.model_type}, {format_count(run.parameters).strip()} parameters, "
-        f"{format_count(run.trained_parameters).strip()} trained ({share:.3g} %)",
+        f"{format_count(run.trained_parameters).strip()} trained ({share:.3g} %)"
+        + (
+            f"; {format_count(run.other_parameters).strip()} of other models beside it" if run.other_parameters else ""
+        ),
         "precision": run.precision,
-        "global batch size": f"{rows} = {run.per_device_train_batch_size} per chip x {run.gradient_accumulation_steps} "
+        "global batch size": f"{rows}{' pairs' if run.pairs else ''} = {run.per_device_train_batch_size} per chip x {run.gradient_accumulation_steps} "
         f"gradient accumulation step{'s' if run.gradient_accumulation_steps > 1 else ''} x {count(chips, 'chip')}; "
         f"sequence length{'s' if len(lengths) > 1 else ''} {', '.join(map(str, lengths))}",
     }

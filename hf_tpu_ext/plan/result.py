@@ -8,6 +8,7 @@ from ..generation.generator import DECODE, PREFILL
 from ..hardware.prices import Price
 from ..hardware.topologies import Topology
 from ..step.train_step import MICRO_STEP, OF_EVALUATION, OPTIMIZER_STEP
+from ..trainers.preference.reference_log_probs import REFERENCE_STEP
 from .hlo_cost import Cost
 from .programs import CompiledProgram, Generations, find_state
 
@@ -196,6 +197,17 @@ class Plan:
         return self._estimate(self.of_generation)
 
     @property
+    def reference_step(self) -> CompiledProgram | None:
+        """The program that each row passes once, before training, for its reference log-probabilities: that of the largest batch."""
+        steps = [program for program in self.programs if program.kind == REFERENCE_STEP]
+        return max(steps, key=lambda program: program.tokens, default=None)
+
+    @property
+    def reference(self) -> Estimate | None:
+        """Time of that program."""
+        return self.reference_step and self._estimate([(self.reference_step, 1)])
+
+    @property
     def tokens_generated(self) -> float:
         """Tokens of the completions of an optimizer step at most, on all chips."""
         return sum(runs * program.tokens for program, runs in self.of_generation if program.kind == DECODE)
@@ -257,7 +269,7 @@ class Plan:
             "tokens_generated unknowns"
         )
         values = {name: getattr(self, name) for name in estimates.split()}
-        for name, estimate in (("step", self.step), ("generation", self.generation)):
+        for name, estimate in (("step", self.step), ("generation", self.generation), ("reference", self.reference)):
             values[name] = estimate and asdict(estimate) | {"seconds": estimate.seconds}
         values["parts"] = self.largest and self.parts(self.largest)
         plan = asdict(self, dict_factory=lambda items: {name: value for name, value in items if name != "text"})

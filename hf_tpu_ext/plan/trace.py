@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from torch import nn
 from tqdm.auto import tqdm
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import get_hf_quantizer
@@ -50,6 +51,9 @@ class Run:
             Whether a step runs more than the trained model forward and backward: a teacher, or a reference.
         attention (`str`): `"splash"` or `"slices"`.
         generations ([`Generations`], *optional*): How often completions are generated, where the trainer does so.
+        pairs (`bool`): Whether a row is a pair of sequences.
+        other_parameters (`int`): Parameters of models beside the trained one: a reference, a teacher.
+        reference_share (`float`): Share of the weights that are a reference whose log-probabilities could be precomputed.
     """
 
     config: PreTrainedConfig
@@ -71,6 +75,9 @@ class Run:
     other_passes: bool
     attention: str
     generations: Generations | None = None
+    pairs: bool = False
+    other_parameters: int = 0
+    reference_share: float = 0.0
 
     @property
     def settings(self) -> dict[str, str]:
@@ -134,6 +141,10 @@ class TracingMixin(EveryLengthMixin):
         if steps is None and rows is not None:
             steps = max(1, int(-(-rows // self.chips.rows_per_step) * self.args.num_train_epochs))
         parameters, num_trained = count_parameters(self.model)
+        others = self.other_models()
+        reference = vars(self).get("ref_model")
+        could_precompute = vars(self.args).get("precompute_ref_log_probs") is False and reference in others
+        all_weights = sum(map(_num_bytes, [self.model, *others]))
         generations = None
         if self.generates:
             rows_of_steps, num_steps = self.rows_of_a_step()
@@ -160,6 +171,9 @@ class TracingMixin(EveryLengthMixin):
             other_passes=self._runs_other_passes,
             attention="slices" if is_sliced(self.model) else "splash",
             generations=generations,
+            pairs=facts.pairs,
+            other_parameters=sum(count_parameters(model)[0] for model in others),
+            reference_share=_num_bytes(reference) / all_weights if could_precompute else 0.0,
         )
 
     def prepare_reward(self, function: Callable, name: str) -> Callable:
@@ -223,6 +237,10 @@ class TracingMixin(EveryLengthMixin):
     def _finalize_training(self, *args):
         # Within training, where frozen weights have the dtype that they are trained beside.
         raise Traced(list(self._traced_programs.values()), self._describe_run())
+
+
+def _num_bytes(model: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def trace_run(train: Callable[[Callable[[type], type]], Any]) -> tuple[list[TracedProgram], Run]:

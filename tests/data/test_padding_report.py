@@ -75,6 +75,7 @@ def test_one_setting_is_advised():
     # By itself, buckets leave more than 5 % more.
     assert 'Set `length_buckets=4` with `train_sampling_strategy="group_by_length"` (estimated' in text
     assert text.count("length_buckets") == 1 and "\n" not in text
+    assert text.endswith("to compile; rows of similar length share batches, which changes training).")
     # A declared length that no batch is padded to is as good as absent.
     assert "Set `length_buckets=4` with" in TokenWaste(lengths, [392, 1024], 4).describe()
     # The sampler in use already groups by length: it is not advised again.

@@ -164,6 +164,32 @@ def test_asynchronous_exchanges_move_what_they_take_and_make():
     assert cost.memory_bytes == 4 * ((16 + 64) + 16 + (16 + 16))
 
 
+BESIDE = """\
+%async_collective_fusion.1 (x: f32[8,128], w: f32[64,128], s: f32[16], g: f32[64]) -> (f32[8,64], f32[16], f32[64]) {
+  %x = f32[8,128]{1,0} parameter(0)
+  %w = f32[64,128]{1,0} parameter(1)
+  %p = f32[8,64]{1,0} convolution(%x, %w), dim_labels=bf_oi->bf
+  %s = f32[16]{0} parameter(2)
+  %g = f32[64]{0} parameter(3)
+  %gathered = f32[64]{0} all-gather(%s), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}
+  ROOT %t = (f32[8,64]{1,0}, f32[16]{0}, f32[64]{0}, f32[64]{0}) tuple(%p, %s, %g, %gathered)
+}
+"""
+
+
+def test_an_exchange_beside_a_product_is_none_of_what_the_product_moves():
+    cost = program(
+        "%x = f32[8,128]{1,0} parameter(0)",
+        "%w = f32[64,128]{1,0} parameter(1)",
+        "%s = f32[16]{0} parameter(2)",
+        "%g = f32[64]{0} parameter(3)",
+        "ROOT %f = (f32[8,64]{1,0}, f32[16]{0}, f32[64]{0}, f32[64]{0}) fusion(%x, %w, %s, %g), kind=kOutput, "
+        "output_to_operand_aliasing={{1}: (2, {}), {2}: (3, {}), {3}: (3, {})}, calls=%async_collective_fusion.1",
+        before=BESIDE,
+    )
+    assert cost.memory_bytes == 4 * (8 * 128 + 64 * 128 + 8 * 64)
+
+
 @pytest.mark.parametrize(
     ("operation", "sent"),
     [

@@ -180,6 +180,17 @@ def test_generation_is_beside_the_training_of_a_step():
         assert part not in render(plan(program()))
 
 
+def test_a_reference_that_is_run_before_is_told_apart_from_the_run():
+    reference = program("reference step", batch_shape=(64, 1024), cost=replace(COST, exchanges=[], cycles=3 * 10**8))
+    planned = plan(reference, program())
+    assert planned.reference.cycles == pytest.approx(0.2)
+    assert planned.run_seconds == plan(program()).run_seconds
+    told = "without the reference step, which all rows pass once before: expect 200 ms for 64 x 1024"
+    assert told in " ".join(render(planned).split())
+    assert "reference" not in render(plan(program()))
+    assert json.loads(planned.to_json())["derived"]["reference"]["seconds"] == pytest.approx([0.2, 0.2])
+
+
 def test_collectives_and_what_is_not_known():
     cost = replace(COST, unknown=["what the kernel attend does"])
     page = render(plan(program(cost=cost), unknown=["the price"]))

@@ -23,6 +23,8 @@ from ...data.static_shapes import count_rows
 from ..checks.upstream import upstream_names
 
 
+#: The kind of the program that computes them.
+REFERENCE_STEP = "reference step"
 # Batches whose log-probs are fetched and written together: what a run that is killed loses.
 _BATCHES_OF_A_FILE = 64
 # The methods of a trainer whose code runs in the program.
@@ -134,7 +136,7 @@ class ReferenceLogProbsMixin:
             collate_fn=partial(_collate_full, self.data_collator, rows),
             num_workers=self.args.dataloader_num_workers,
         )
-        run, log_probs = partial(self.programs.end, "reference step", "reference log-probs before training"), []
+        run, log_probs = partial(self.programs.end, REFERENCE_STEP, "reference log-probs before training"), []
         for batch in loader:
             self.check_ranges(batch)
             data = {**batch, **self.data_by_length(batch)}
