@@ -73,6 +73,7 @@ def compare_plans(names: Sequence[str], plans: Sequence[Mapping[str, Any]]) -> R
             **expected_figures(plan),
             "time of the run": format_span(plan["derived"]["run_seconds"], format_seconds),
             "cost of the run": format_span(plan["derived"]["run_dollars"], "${:,.2f}".format),
+            **_beside_the_run(plan),
         }
         for plan in plans
     ]
@@ -83,6 +84,21 @@ def compare_plans(names: Sequence[str], plans: Sequence[Mapping[str, Any]]) -> R
         _beside("Settings", names, _rows([plan["facts"] for plan in plans])),
     ]
     return Report(f"{len(plans)} plans", ", ".join(names), {}, sections)
+
+
+def _beside_the_run(plan: Mapping[str, Any]) -> dict[str, str]:
+    """What a plan says besides the run as it is set: the reference's step before it, and the fastest variant of a search."""
+    found = {}
+    if (reference := plan["derived"].get("reference")) is not None:
+        found["reference step, before the run"] = format_span(reference["seconds"], format_seconds)
+    trials = [trial for trial in plan["trials"] if trial["fits"] and trial["tokens_per_second"]]
+    if trials:
+        best = max(trials, key=lambda trial: trial["tokens_per_second"])
+        settings = ", ".join(f"{name}: {value}" for name, value in best["settings"].items())
+        found["fastest of the search"] = (
+            f"{best['tokens_per_second']:,.0f} tokens/s/chip, {format_bytes(best['peak_bytes'])}: {settings}"
+        )
+    return found
 
 
 def _samples(runs: Sequence[Run]) -> Section:

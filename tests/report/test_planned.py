@@ -8,7 +8,7 @@ from hf_tpu_ext.cli.main import main
 from hf_tpu_ext.hardware.topologies import find_topology
 from hf_tpu_ext.plan.hlo_cost import Cost
 from hf_tpu_ext.plan.programs import CompiledProgram
-from hf_tpu_ext.plan.result import Plan
+from hf_tpu_ext.plan.result import Plan, Trial
 from hf_tpu_ext.report.make import describe_ended_run, make_report
 
 
@@ -20,7 +20,7 @@ MEASURED = {"step_time": 0.25, "padded_tokens_per_second": 131072.0, "mfu": 0.4,
 def write_plan():
     """Writes the plan of a run: at 1.5 GHz its step takes 0.2 s."""
 
-    def write(path, topology="v5e-8", programs=None, parameters=(1000, 10)):
+    def write(path, topology="v5e-8", programs=None, parameters=(1000, 10), trials=()):
         program = CompiledProgram(
             "training step",
             (32, 1024),
@@ -40,6 +40,7 @@ def write_plan():
             parameters,
             optimizer_steps=40,
             token_share=0.5,
+            trials=list(trials),
         )
         path.write_text(plan.to_json())
         return path
@@ -124,7 +125,14 @@ def test_a_file_that_is_no_plan(write_run, tmp_path, capsys, text):
 def test_plans_beside_each_other(write_plan, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     refused = CompiledProgram("training step", (32, 1024), 1.0, error="RESOURCE_EXHAUSTED")
-    first, second = write_plan(tmp_path / "a.json"), write_plan(tmp_path / "b.json", "v6e-4", [refused])
+    rows = "per_device_train_batch_size"
+    trials = [
+        Trial({rows: "2"}, True, 2 * GB, 1.0, 700.0),
+        Trial({rows: "8"}, False, 20 * GB, 1.5, 900.0),
+        Trial({"mesh": "fsdp", rows: "4"}, True, 3 * GB, 1.2, 800.0),
+    ]
+    first = write_plan(tmp_path / "a.json")
+    second = write_plan(tmp_path / "b.json", "v6e-4", [refused], trials=trials)
     assert main(["report", first.name, second.name]) == 0
     assert capsys.readouterr().out.split() == ["comparison.html", "comparison.md"]
     text = (tmp_path / "comparison.md").read_text()
@@ -135,6 +143,7 @@ def test_plans_beside_each_other(write_plan, tmp_path, capsys, monkeypatch):
         "| peak HBM per chip | 2.50 GB |  |",
         "| optimizer step | 200 ms |  |",
         "| time of the run | 8 s |  |",
+        "| fastest of the search |  | 800 tokens/s/chip, 3.00 GB: mesh: fsdp, per_device_train_batch_size: 4 |",
         "| weights | 2.00 GB |  |",
         "| model | qwen3, 606 M parameters | qwen3, 606 M parameters |",
     ):
