@@ -82,7 +82,9 @@ class RunLines(TrainerCallback):
                 f"{'up to ' * (len(facts.lengths) > 1)}{tokens:,} tokens per optimizer step, padding included"
             )
         if facts.programs is not None:
-            parts.append(f"{count(facts.programs, 'training graph')} to compile")
+            # Without the lengths of rows, it is not known which of the declared ones occur.
+            most = "up to " * (len(facts.lengths) > 1 and facts.token_share is None)
+            parts.append(f"{most}{count(facts.programs, 'training graph')} to compile")
         tqdm.write("Training on " + "; ".join(parts))
         if self._first_step:
             none_left = ", no step is left: to train longer, set a larger max_steps or num_train_epochs"

@@ -20,6 +20,7 @@ from urllib.request import getproxies
 from ..errors import UserError
 from ..hub_names import hint_at_similar, may_be_on_hub, why_no_tokenizer
 from ..sharding import parse_mesh
+from ..yes_no import NO
 from .recipe import Recipe
 
 
@@ -91,8 +92,13 @@ def check_mesh(recipe: Recipe) -> None:
         parse_mesh(mesh)
 
 
-def check_end(recipe: Recipe) -> None:
-    """Refuse a stream to train on (`ValueError`) where no `max_steps` says when training ends."""
+def check_training(recipe: Recipe) -> None:
+    """Refuse a recipe that is not to train (`ValueError`), and a stream where no `max_steps` says when training ends."""
+    if str(recipe.get("do_train", True)).lower() in NO:
+        raise UserError(
+            f"{recipe.where('do_train')}: do_train is false, and this command trains. Leave it out. "
+            "To evaluate a finished run, run its command again with --eval_on_start true --resume_from_checkpoint true"
+        )
     key = "streaming" if recipe.get("datasets") else "dataset_streaming"
     if recipe.says_yes(key) and str(recipe.get("max_steps", -1)) in ("-1", "0"):
         raise UserError(

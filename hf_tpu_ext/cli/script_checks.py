@@ -7,6 +7,7 @@ import difflib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -87,7 +88,11 @@ def naming_broken_rows(script_args, dataset_args) -> Iterator[None]:
 
     try:
         yield
-    except DatasetGenerationError as error:
+    except (DatasetGenerationError, ValueError) as error:
+        raised_in = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+        # What reads the first lines raises an error of its own.
+        if not isinstance(error, DatasetGenerationError) and raised_in != "datasets.utils.json":
+            raise
         names = [script_args.dataset_name, *(dataset.path for dataset in dataset_args.datasets or ())]
         files_of_columns = {}
         for file in (file for name in names if name is not None for file in sorted(Path(name).rglob("*.jsonl"))):

@@ -12,7 +12,7 @@ from ..importing import without_garbage_collection
 from ..temporarily import temporarily
 from .launch import start_processes
 from .recipe import Recipe, load_recipe
-from .recipe_checks import check_end
+from .recipe_checks import check_training
 from .recipe_parser import RecipeParser
 from .script_checks import advise_split, check_mixture, check_reward_functions, naming_broken_rows
 from .swap import TRAINERS
@@ -60,7 +60,7 @@ class TRLScript:
     def run(self, argv: list[str]) -> int:
         """Train from the recipe that the arguments after `hf-tpu <command>` name, and return the exit status."""
         recipe = load_recipe(argv, self.tiny_data)
-        check_end(recipe)
+        check_training(recipe)
         status = start_processes(self.command, recipe, self.parser)
         if status is not None:
             return status

@@ -7,7 +7,7 @@ from functools import partial
 from ..formatting import format_size
 from .launch import start_processes
 from .recipe import load_recipe
-from .recipe_checks import check_end
+from .recipe_checks import check_training
 from .trl_scripts import SCRIPTS, take_command
 
 
@@ -32,7 +32,7 @@ def run(argv: list[str]) -> int:
     """Compile the programs of the recipe that the arguments after `hf-tpu warmup` name, and return the exit status."""
     command, title, rest = take_command("warmup", argv)
     recipe = load_recipe(rest, SCRIPTS[command].tiny_data)
-    check_end(recipe)
+    check_training(recipe)
     make_parser = partial(SCRIPTS[command].parser, title, DESCRIPTION)
     status = start_processes(title, recipe, make_parser)
     if status is not None:

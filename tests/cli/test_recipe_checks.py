@@ -19,10 +19,10 @@ from hf_tpu_ext.cli.recipe import Recipe
 from hf_tpu_ext.cli.recipe_checks import (
     NoSuchPath,
     _names,
-    check_end,
     check_keys,
     check_mesh,
     check_paths,
+    check_training,
     refuse_unknown,
 )
 from hf_tpu_ext.cli.recipe_parser import _launcher_actions
@@ -56,13 +56,21 @@ def test_is_refused_before_heavy_imports(tmp_path, text, words):
     assert words.format(recipe=recipe) in result.stderr
 
 
+def test_a_recipe_that_is_not_to_train():
+    check_training(Recipe(file={"do_train": "true", "do_eval": "true"}))
+    with pytest.raises(
+        UserError, match="recipe.yaml: do_train is false.*--eval_on_start true --resume_from_checkpoint true"
+    ):
+        check_training(Recipe(path="recipe.yaml", file={"do_train": "false"}))
+
+
 def test_a_stream_with_an_end_is_taken():
     streaming = {"dataset_name": "rows", "dataset_streaming": "true"}
-    check_end(Recipe(file=streaming, command_line={"max_steps": "20"}))
+    check_training(Recipe(file=streaming, command_line={"max_steps": "20"}))
     # TRL reads this key beside `datasets` only.
-    check_end(Recipe(file={"dataset_name": "rows", "streaming": "true"}))
+    check_training(Recipe(file={"dataset_name": "rows", "streaming": "true"}))
     with pytest.raises(UserError, match="command line: dataset_streaming needs max_steps"):
-        check_end(Recipe(command_line=streaming))
+        check_training(Recipe(command_line=streaming))
 
 
 def test_a_mesh_that_is_no_text_is_left_to_the_parser():

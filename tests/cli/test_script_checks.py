@@ -57,6 +57,18 @@ def test_a_line_that_is_no_json(here):
             datasets.load_dataset("chats", cache_dir=str(here / "cache"))
 
 
+def test_a_first_line_that_is_no_json(here):
+    """`datasets` reads it to look for columns of several types, and says neither file nor line."""
+    (here / "chats").mkdir()
+    (here / "chats" / "train.jsonl").write_text('{"text": "a"}\n{"text": "b", "more": \n{"text": "c"}\n')
+    with pytest.raises(UserError, match="chats/train.jsonl, line 2, is not JSON"):
+        with naming_broken_rows(ScriptArguments("chats"), DatasetMixtureConfig()):
+            datasets.load_dataset("chats", cache_dir=str(here / "cache"))
+    with pytest.raises(ValueError, match="^not read there$"):
+        with naming_broken_rows(ScriptArguments("chats"), DatasetMixtureConfig()):
+            raise ValueError("not read there")
+
+
 def test_files_of_other_columns(here):
     (here / "pairs").mkdir()
     (here / "pairs" / "train.jsonl").write_text('{"chosen": "a", "rejcted": "b"}\n')
