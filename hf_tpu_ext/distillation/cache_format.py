@@ -1,4 +1,12 @@
-"""What the files of a teacher's cache hold."""
+"""
+What the files of a teacher's cache hold. For each position with logits `z`:
+
+- `ids`, int32, K: the ids of the K largest logits, the largest first;
+- `values`, float16, K: `z[i] - logsumexp(z)`, their log-probs at temperature 1;
+- `normalisers`, float32, one for each temperature but 1: `logsumexp(z / T) - logsumexp(z) / T`, so that a log-prob at temperature T is
+  `value / T - normaliser`;
+- `log_tails`, float16, one for each temperature: the logarithm of the mass of all other tokens.
+"""
 
 import dataclasses
 import hashlib
