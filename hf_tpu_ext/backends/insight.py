@@ -69,6 +69,10 @@ class Operation:
     operator: str = field(compare=False)
     #: The line of Python that recorded it, where it is known.
     place: SourceLine | None = field(default=None, compare=False)
+    #: A hash of the operation and of all that it is computed from, whichever parameters of the program these are.
+    structure: int = field(default=0, compare=False)
+    #: Numbers that it takes which are parameters of the program, by their names in there.
+    numbers: tuple[str, ...] = field(default=(), compare=False)
 
 
 #: Lists the operations of a recorded program, in their order.

@@ -1,14 +1,15 @@
 """Causes of recompilation: what has changed since a graph was compiled before."""
 
+from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
 from ..backends.compiled_function import ShapeAndDtype
-from ..backends.insight import FOLDED_NUMBERS, Operation
+from ..backends.insight import FOLDED_NUMBERS, Operation, SourceLine
 from ..formatting import dtype_name
 from ..step import deferred_reads
-from .source_lines import describe_line
+from .source_lines import describe_line, package_of
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,8 @@ def compare_operations(before: Sequence[Operation], after: Sequence[Operation], 
     index = next((index for index, (old, new) in enumerate(pairs) if old != new), None)
     if index is None:
         return None
+    if (equal_numbers := _compare_numbers(before, after, when)) is not None:
+        return equal_numbers
     old, new = pairs[index]
     places = [operation.place for operation in (new, old) if operation is not None and operation.place is not None]
     # Where a mode has handed an operator on, torch_xla records the line of the mode.
@@ -139,6 +142,36 @@ def compare_operations(before: Sequence[Operation], after: Sequence[Operation], 
         f"{words}{where}",
         "Run the same operators at every step: instead of branching, multiply by a 0 or 1 sent as a tensor.",
     )
+
+
+def _compare_numbers(before: Sequence[Operation], after: Sequence[Operation], when: str) -> Cause | None:
+    """The cause where two programs differ only in which of their operations take the same number."""
+    uses = [_uses_of_numbers(program) for program in (before, after)]
+    structures = [{operation.structure for operation in program} for program in (before, after)]
+    if structures[0] != structures[1] or uses[0].keys() == uses[1].keys():
+        return None
+    words = ("is", "was") if len(uses[0]) > len(uses[1]) else ("was", "is")
+    places = [place for key in uses[0].keys() ^ uses[1].keys() for each in uses for place in each.get(key, ())]
+    # The other number may be of a library, whose line would mislead.
+    lines = sorted({describe_line(place) for place in places if package_of(place.file) is None})
+    return Cause(
+        f"a Python number {words[0]} equal to another number of the graph{when}, and {words[1]} not"
+        + (f" [{', '.join(lines)}]" if lines else ""),
+        "torch_xla gives equal numbers one parameter of the graph: send the value as a tensor, "
+        "trainer.backend.send(torch.tensor(value)), or keep it constant.",
+    )
+
+
+def _uses_of_numbers(program: Sequence[Operation]) -> dict[frozenset[int], list[SourceLine]]:
+    """The lines that take each number of a program, where they are known, by the operations that take it."""
+    users = defaultdict(list)
+    for operation in program:
+        for number in operation.numbers:
+            users[number].append(operation)
+    return {
+        frozenset(one.structure for one in operations): [one.place for one in operations if one.place is not None]
+        for operations in users.values()
+    }
 
 
 def _number(operation: Operation) -> str:

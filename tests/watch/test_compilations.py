@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from planted import ROWS, causes, collate, collate_then, line_of
+from planted import ROWS, Tiny, causes, collate, collate_then, line_of
 from transformers import TrainerCallback
 
 from hf_tpu_ext import TPUTrainer, TPUTrainingArguments
@@ -253,6 +253,36 @@ def test_a_python_number_that_becomes_a_constant(train, lines):
         (5, f"a scalar of the graph was a tensor, is 1 [{number}]"),
     ]
     assert "trainer.backend.send(torch.tensor(value))" in lines()[0]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "step", "words"),
+    [
+        ((1.5, 0.3, 0.4), 2, "was equal to another number of the graph, and is not"),
+        ((0.3, 0.4, 1.5, 1.5), 3, "is equal to another number of the graph, and was not"),
+    ],
+    ids=["at first", "later"],
+)
+def test_a_python_number_that_equals_another(train, lines, numbers, step, words):
+    """It is one parameter with the model's `scale`, which is 1.5, too."""
+
+    class Weighs(TPUTrainer):
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            return loss * self.weigh(numbers[self.state.global_step])
+
+        def weigh(self, number):
+            return number
+
+    both = f"{line_of(Tiny.forward, 'self.scale')}, {line_of(Weighs, 'loss * self')}"
+    assert causes(train(Weighs, max_steps=len(numbers))) == [(step, f"a Python number {words} [{both}]")]
+    assert "trainer.backend.send(torch.tensor(value))" in "".join(lines())
+
+    class Sends(Weighs):
+        def weigh(self, number):
+            return self.backend.send(torch.tensor(number))
+
+    assert causes(train(Sends, max_steps=len(numbers))) == []
 
 
 def test_what_each_step_changes_is_no_cause(train):

@@ -27,7 +27,7 @@ _DIRECTORY = "hf_tpu_ext_compiles_"
 _SITE = re.compile(r"Python Frame Triggered Execution: \n((?:Compilation Analysis:   .*\n)*)")
 _FRAME = re.compile(r"Compilation Analysis:   (?P<function>.*) \((?P<file>.*):(?P<line>\d+)\)\n")
 _OPERATION = re.compile(
-    r"^ *(?:ROOT )?%\S+?(?:\.(?P<number>\d+))? = (?P<shape>\(.*?\)|\S+) (?P<name>[\w\-]+)\((?P<rest>.*)$"
+    r"^ *(?:ROOT )?(?P<label>%\S+?(?:\.(?P<number>\d+))?) = (?P<shape>\(.*?\)|\S+) (?P<name>[\w\-]+)\((?P<rest>.*)$"
 )
 _OPERATOR = re.compile(r'op_type="([^"]*)"')
 _PLACE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
@@ -146,14 +146,20 @@ class XLAInsight(Insight):
 
 def _read_operations(text: str) -> list[Operation]:
     matches = filter(None, map(_OPERATION.match, text.splitlines()))
-    operations = []
+    operations, structures, numbers = [], {}, set()
     for match in sorted(matches, key=lambda match: int(match["number"] or 0)):
         name, shape = match["name"], _LAYOUT.sub("", match["shape"])
         rest, _, metadata = match["rest"].partition(", metadata={")
         # Operands are named by their number in the program.
-        details = rest.removesuffix(")") if name == "constant" else _NAME.sub("", rest.partition("), ")[2])
+        arguments, _, attributes = rest.partition("), ")
+        details = rest.removesuffix(")") if name == "constant" else _NAME.sub("", attributes)
+        operands = _NAME.findall(arguments)
+        structure = structures[match["label"]] = hash((name, shape, details, *map(structures.get, operands)))
+        if name == "parameter" and shape.endswith("[]"):
+            numbers.add(match["label"])
         operator, place = _OPERATOR.search(metadata), _PLACE.search(metadata)
         operator_name = "" if operator is None else operator[1].replace("__", "::", 1)
         line = None if place is None else SourceLine(place[1], int(place[2]))
-        operations.append(Operation(name, shape, details, operator_name, line))
+        taken = tuple(filter(numbers.__contains__, operands))
+        operations.append(Operation(name, shape, details, operator_name, line, structure, taken))
     return operations
