@@ -29,6 +29,7 @@ from transformers import (
     TrainingArguments,
     ViTConfig,
     ViTForImageClassification,
+    ViTImageProcessor,
 )
 
 from hf_tpu_ext import TPUTrainer
@@ -286,8 +287,9 @@ def test_models_that_take_the_mean_over_tokens(trained):
     assert trained(lambda: ModernBertForSequenceClassification(config), texts(**targets)) == COMPLETED
 
 
-def test_images(trained):
-    assert trained(vit, images(3)) == COMPLETED
+@pytest.mark.parametrize("kwargs", [{}, {"processing_class": ViTImageProcessor()}], ids=["alone", "with a processor"])
+def test_images(trained, kwargs):
+    assert trained(vit, images(3), kwargs=kwargs) == COMPLETED
 
 
 def test_batch_normalisation_sees_the_rows_of_a_batch_together(trained, caplog):

@@ -89,8 +89,8 @@ class BatchesMixin(ImagesMixin):
         tokenizer = self.processing_class
         if isinstance(tokenizer, ProcessorMixin):
             tokenizer = tokenizer.tokenizer
-        if tokenizer is None:
-            # Models tell padding from tokens by it, where they do.
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            # None, or a processor of images or sounds. By this number models tell padding from tokens, where they do.
             config = vars(unwrap_peft_model(self.model)).get("config")
             pad_token = vars(config).get("pad_token_id") if isinstance(config, PreTrainedConfig) else None
             return 0 if pad_token is None else pad_token

@@ -47,6 +47,8 @@ class CompiledEvaluation:
     _made_ahead: deque | None = None
     #: How often the loss counts of the batch that upstream's loop is at, until it has counted it; `None` afterwards.
     _loss_counts: int | None = None
+    # Whether the loss of the last batch counts as that of a full one.
+    _counts_last_in_full = False
     #: Writes predictions, where they are text.
     predicted_text: TextGeneration | None = None
     #: What cuts predictions down on the device, while they are made.
@@ -193,6 +195,8 @@ class CompiledEvaluation:
         if self.backend.static_shapes:
             # It may be another dataset than before, or another batch size.
             self.expect_batches("eval")
+        # Upstream's `Seq2SeqTrainer` gathers the rows that fill the last batch, too.
+        self._counts_last_in_full = self.gather_function == self.accelerator.gather
         together = self.backend.processes.together("evaluation")
         same_weights = self.model_generate.from_same_weights() if self.backend.static_shapes else nullcontext()
         with together, self.models_as_run(), self.averaging.in_evaluation(), same_weights:
@@ -237,7 +241,7 @@ class CompiledEvaluation:
         batch, of which accelerate leaves the rows that it knows the last one to have.
         """
         state, most = self.accelerator.gradient_state, self.args.eval_batch_size
-        if not state.end_of_dataloader:
+        if self._counts_last_in_full or not state.end_of_dataloader:
             return most
         if state.remainder < 0 and self.accelerator.dispatch_batches is not False:
             # Streamed rows, which are not dispatched here, and whose last batch accelerate counts where it dispatches them.
