@@ -101,10 +101,9 @@ class RunLines(TrainerCallback):
             return
         steps = state.global_step - self._first_step
         if self._backend.traces_steps and steps:
-            loads = f" and {spent.loads} loaded" if spent.loads else ""
             strays = self._backend.insight.stray_reads() - self._strays_at_start
             tqdm.write(
-                f"Trained {count(steps, 'step')}: {count(spent.compiles, 'graph')} compiled{loads} in {spent.compile_seconds:.1f} s, "
+                f"Trained {count(steps, 'step')}: {describe_compiles(spent)}, "
                 f"{count(spent.executions, 'execution')} ({spent.replays} replayed), "
                 f"{count(spent.reads, 'device-to-host transfer')} ({strays} by user code), "
                 f"{count(spent.fallbacks, 'CPU fallback')} (including evaluation, logs and checkpoints)"
@@ -123,6 +122,12 @@ class RunLines(TrainerCallback):
                     f"(at the last step {last:.4f})"
                 )
         tqdm.write(f"Output: {os.path.abspath(args.output_dir)}")
+
+
+def describe_compiles(spent: Counters) -> str:
+    """How many graphs were compiled, and in which time."""
+    loads = f" and {spent.loads} loaded" if spent.loads else ""
+    return f"{count(spent.compiles, 'graph')} compiled{loads} in {spent.compile_seconds:.1f} s"
 
 
 def describe_cache_use(cache: CacheUse) -> str:

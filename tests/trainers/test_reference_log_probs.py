@@ -1,5 +1,7 @@
 """`precompute_ref_log_probs`: upstream's numbers from one graph, kept by what they depend on, and gone on with."""
 
+import re
+
 import datasets
 import pytest
 import torch
@@ -100,6 +102,23 @@ def test_training_beside_them_is_upstreams(make):
     assert set(places) >= {3, 4}
     assert [counted.steps[place].executions for place in places] == [[1, 1, 1, 1, 1, 1 + 2][place] for place in places]
     assert not any(counted.steps[place].reads for place in places if place % 2 == 0)
+
+
+def test_the_start_and_the_record_tell_what_it_took(make, tmp_path):
+    """The end of a run, which counts from its first step on, leaves it out."""
+    dataset = pairs()
+    dataset.info.dataset_name = "preferences"
+    trainer = make(TPUDPOTrainer, TPUDPOConfig, dataset)
+    lines = [line for line in trainer.compiled.changes if line.startswith("reference log-probs")]
+    where = re.escape(str(tmp_path / "cache" / "reference_log_probs"))
+    for line, words in zip(lines, ["train dataset: 22 rows", "eval dataset: 7 rows"], strict=True):
+        assert re.fullmatch(
+            rf"reference log-probs of the {words} computed in [\d.]+ s, \d graphs? compiled in [\d.]+ s, kept in {where}/\w+",
+            line,
+        )
+    record = trainer.describe_run(trainer.args, None)
+    assert set(lines) <= set(record["facts"]["changes"])
+    assert (record["datasets"]["train_dataset"], record["rows"]["train_dataset"]) == ("preferences", 22)
 
 
 def test_what_was_computed_is_found_again(make, tmp_path, capsys):

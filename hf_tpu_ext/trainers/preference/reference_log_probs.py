@@ -1,5 +1,6 @@
 """Log-probs of a preference trainer's reference, computed ahead of training (`precompute_ref_log_probs`) and kept."""
 
+import time
 from collections.abc import Callable, Hashable
 from functools import cached_property, partial
 from hashlib import blake2b
@@ -19,7 +20,9 @@ from transformers.trainer_utils import unwrap_peft_model
 from ...atomic_write import write_atomically
 from ...backends.compiled_function import CompiledFunction
 from ...backends.processes import bytes_of
+from ...callbacks.run_lines import describe_compiles
 from ...data.static_shapes import count_rows
+from ...formatting import count
 from ..checks.upstream import upstream_names
 
 
@@ -83,6 +86,7 @@ class ReferenceLogProbsMixin:
             return super()._precompute_ref_logps(dataset, name, batch_size)
         if not self._can_run_reference:
             return dataset
+        start_time, before = time.monotonic(), self.backend.counters()
         rows = batch_size * self.backend.num_chips
         dataset, directory = self._rows_for_reference(dataset, name, rows)
         directory.mkdir(parents=True, exist_ok=True)
@@ -95,13 +99,20 @@ class ReferenceLogProbsMixin:
         missing = {
             start: path for start, path in files.items() if any(start in starts_of_one for starts_of_one in absent)
         }
+        done = " were found"
         if missing:
             self._write_missing(missing, dataset, name, rows)
-        where = f"{'are kept' if missing else 'were found'} in {directory}"
-        self.compiled.changes.append(f"reference log-probs of the {name} dataset {where}")
+            # The end of a run and its report count from its first step on.
+            done = (
+                f": {count(sum(map(_rows_of, missing.values())), 'row')} computed in {time.monotonic() - start_time:.1f} s, "
+                f"{describe_compiles(self.backend.counters() - before)}, kept"
+            )
+        self.compiled.changes.append(f"reference log-probs of the {name} dataset{done} in {directory}")
         # The tables are read into memory, a few bytes a row: `datasets` writes what it makes of rows beside the files of a table.
         tables = [pa.ipc.open_stream(path.read_bytes()).read_all() for path in files.values()]
-        return concatenate_datasets([dataset, Dataset(pa.concat_tables(tables))], axis=1)
+        complete = concatenate_datasets([dataset, Dataset(pa.concat_tables(tables))], axis=1)
+        complete.info.dataset_name = dataset.info.dataset_name
+        return complete
 
     def _write_missing(self, missing: dict[int, Path], dataset: Dataset, name: str, rows: int) -> None:
         cached_rows = len(dataset) - sum(_rows_of(path) for path in missing.values())
