@@ -4,8 +4,10 @@ Tests run on XLA compiled for the host, beside eager PyTorch as the reference: w
 """
 
 import gc
+import importlib.metadata
 import os
 import sys
+from functools import cache
 
 
 # To compile the tests and the package anew takes every process seconds, where the environment asks for no files of bytecode.
@@ -33,6 +35,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 for _name in ("HF_TPU_EXT", "HF_TPU_EXT_BACKEND", "USE_TORCH_XLA", "XLA_USE_BF16", "ACCELERATE_MIXED_PRECISION"):
     os.environ.pop(_name, None)
 
+# Accelerate reads files of PEFT's a dozen times for each trainer, to see whether it is installed.
+importlib.metadata.metadata = cache(importlib.metadata.metadata)
+
 import cpu_plugin  # noqa: E402
 import pytest  # noqa: E402
 
@@ -56,6 +61,8 @@ def pytest_collection_finish():
     gc.enable()
     gc.collect()
     gc.freeze()
+    # Tracing makes many objects that live for one step, which need not be looked through as often as by default.
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.hookimpl(trylast=True)
