@@ -138,6 +138,18 @@ def test_text_is_that_of_generate(runs):
         assert mine_loss == pytest.approx(stock_loss, rel=1e-5)
 
 
+def test_what_is_told_of_text_that_generate_writes(runs, caplog):
+    """Its weights and buffers are read by the trainer, and why batches are traced is no sync of the user's. A loss alone replays."""
+    trainer = make(TPUSeq2SeqTrainer, Seq2SeqTrainingArguments, runs, model=bart, predict_with_generate=True)
+    strays = trainer.backend.insight.stray_reads()
+    trainer.evaluate()
+    assert "Replay of evaluation" not in caplog.text
+    trainer.predict(trainer.eval_dataset, max_length=5)
+    (line,) = (record.message for record in caplog.records if "Replay of evaluation" in record.message)
+    assert line.endswith("every batch is traced: generate writes text for each of them (predict_with_generate=True).")
+    assert trainer.backend.insight.stray_reads() == strays
+
+
 def test_predictions_of_a_dataset_that_only_the_call_names(runs):
     """Its rows are of other lengths than any that are known."""
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
+from transformers import Seq2SeqTrainer
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, has_length
 
@@ -111,13 +112,22 @@ class CompiledEvaluation:
             why_not=partial(self._why_batches_are_traced, models),
             settings=lambda: {
                 "preprocess_logits_for_metrics": self._preprocess_on_device,
+                "whether generate is called": self._calls_generate,
                 "how the trainer computes": self.settings_of_programs(),
             },
         )
         self.programs.warn_if_traced(compiled)
         return compiled
 
+    @property
+    def _calls_generate(self) -> bool:
+        """Whether upstream's `Seq2SeqTrainer` calls `generate` for each batch."""
+        writes = isinstance(self, Seq2SeqTrainer) and vars(self.args).get("predict_with_generate", False)
+        return writes and self._loss_sums is None
+
     def _why_batches_are_traced(self, models: list[nn.Module]) -> str | None:
+        if self._calls_generate:
+            return "generate writes text for each of them (predict_with_generate=True)"
         if self._preprocess_on_device is not None and self.programs.step_replay is not True:
             return "preprocess_logits_for_metrics is user code; step_replay=True if it does the same at every step"
         return self.programs.why_traced(models, METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP)

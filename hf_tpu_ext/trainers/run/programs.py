@@ -61,9 +61,10 @@ class TrainerPrograms:
 
     def warn_traced(self, reason: str, training: bool = True) -> None:
         """Say that steps are traced each time, or batches of an evaluation where no line has said so yet, and why, as a clause."""
-        if training or reason not in self._said:
-            what = "Step replay is off, every step" if training else "Replay of evaluation is off, every batch"
-            logger.warning(f"{what} is traced: {reason}. step_replay=False silences this line.")
+        if training:
+            logger.warning(f"Step replay is off, every step is traced: {reason}. step_replay=False silences this line.")
+        elif reason not in self._said:
+            logger.warning(f"Replay of evaluation is off, every batch is traced: {reason}.")
         self._said.add(reason)
 
     def warn_if_traced(self, compiled: CompiledFunction) -> None:

@@ -179,8 +179,8 @@ class ModelGenerate:
         return on_host.train(model.training).generate(**self._backend.fetch(kwargs))
 
     def _copy_to_host(self, model: nn.Module) -> nn.Module:
-        weights = self._fetch_weights()
-        on_host = {id(tensor): tensor.cpu() for tensor in model.buffers()}
+        weights, buffers = self._fetch_weights(), list(model.buffers())
+        on_host = dict(zip(map(id, buffers), self._backend.fetch(buffers), strict=True))
         on_host |= {
             id(value): nn.Parameter(weights[name], value.requires_grad) for name, value in model.named_parameters()
         }
