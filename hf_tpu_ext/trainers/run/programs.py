@@ -62,7 +62,9 @@ class TrainerPrograms:
     def warn_traced(self, reason: str, training: bool = True) -> None:
         """Say that steps are traced each time, or batches of an evaluation where no line has said so yet, and why, as a clause."""
         if training:
-            logger.warning(f"Step replay is off, every step is traced: {reason}. step_replay=False silences this line.")
+            logger.warning(
+                f"Step replay is off, every step is traced: {reason}. step_replay=False silences this line."
+            )
         elif reason not in self._said:
             logger.warning(f"Replay of evaluation is off, every batch is traced: {reason}.")
         self._said.add(reason)
