@@ -30,6 +30,7 @@ class TokenWaste:
         batch_size (`int`): Rows of one batch, over all devices that share a batch shape.
         train_sampling_strategy (`str`, *optional*, defaults to `"random"`): As in [`~transformers.TrainingArguments`].
         packing (`bool`, *optional*): Whether rows are packed already: nothing is advised then.
+        token_share (`float`, *optional*, defaults to 1.0): Share of the tokens of rows that are no pads of a tokenizer.
 
     Attributes:
         rows (`int`): Number of rows.
@@ -46,6 +47,7 @@ class TokenWaste:
         batch_size: int,
         train_sampling_strategy: str = "random",
         packing: bool | None = False,
+        token_share: float = 1.0,
     ):
         self.declared_lengths = sorted(declared_lengths)
         self.batch_size = batch_size
@@ -53,16 +55,17 @@ class TokenWaste:
         self.packing = packing
         self._lengths = [min(length, self.declared_lengths[-1]) for length in lengths]
         self.rows = len(self._lengths)
-        self.real_tokens = sum(self._lengths)
+        self._token_share = token_share
+        self.real_tokens = round(token_share * sum(self._lengths))
 
         self._batches = group_batches(self._lengths, batch_size, train_sampling_strategy)
         padded_lengths = _padded_lengths(self._batches, self.declared_lengths)
-        self.pad_tokens = _pad_tokens(self._batches, padded_lengths)
+        self.pad_tokens = self._pad_tokens(self._batches, padded_lengths)
         self.pad_share = self.pad_tokens / (self.pad_tokens + self.real_tokens)
         self.pad_share_per_length = {}
         for length in padded_lengths.unique().tolist():
             has_length = padded_lengths == length
-            pads = _pad_tokens(self._batches[has_length], padded_lengths[has_length])
+            pads = self._pad_tokens(self._batches[has_length], padded_lengths[has_length])
             self.pad_share_per_length[length] = pads / (has_length.sum().item() * batch_size * length)
 
     def describe(self) -> str:
@@ -83,6 +86,8 @@ class TokenWaste:
                     )
                     advice = f" Set {option} (estimated {share:.0%}; each length is a graph to compile{order})."
                     least = share
+            if self._token_share <= 1 - _WORTHWHILE:
+                advice += " The rows came padded: with padding=False, the tokenizer leaves that to the data collator, which may add less."
         return f"{text}.{advice}"
 
     def describe_unused(self, buckets: Sequence[int]) -> str | None:
@@ -108,19 +113,18 @@ class TokenWaste:
         for strategy in dict.fromkeys([self.train_sampling_strategy, _BY_LENGTH]):
             batches = group_batches(self._lengths, self.batch_size, strategy)
             buckets = percentile_buckets(batches.amax(1).tolist(), num_buckets, self.declared_lengths[-1])
-            pads = _pad_tokens(batches, _padded_lengths(batches, buckets))
+            pads = self._pad_tokens(batches, _padded_lengths(batches, buckets))
             option = f"`length_buckets={num_buckets}`"
             if strategy != self.train_sampling_strategy:
                 option += f' with `train_sampling_strategy="{strategy}"`'
             estimates[option] = pads / (pads + self.real_tokens)
         return estimates
 
+    def _pad_tokens(self, batches: Tensor, padded_lengths: Tensor) -> int:
+        return (padded_lengths.sum() * batches.shape[1]).item() - round(self._token_share * batches.sum().item())
+
 
 def _padded_lengths(batches: Tensor, declared_lengths: Sequence[int]) -> Tensor:
     """Declared length that each batch is padded to, of shape `(num_batches,)`."""
     declared_lengths = torch.tensor(declared_lengths)
     return declared_lengths[torch.bucketize(batches.amax(1), declared_lengths)]
-
-
-def _pad_tokens(batches: Tensor, padded_lengths: Tensor) -> int:
-    return (padded_lengths.sum() * batches.shape[1] - batches.sum()).item()

@@ -157,7 +157,7 @@ def _changes_of_rows(needs: Sequence[_Need], run: Run, kept: float) -> list[_Cha
     """
     changes = []
     evaluates = {
-        need.kind: need.kind in (EVALUATION_STEP, PREDICTION_STEP) or need.kind.endswith(OF_EVALUATION)
+        need.kind: need.kind.startswith((EVALUATION_STEP, PREDICTION_STEP)) or need.kind.endswith(OF_EVALUATION)
         for need in needs
         if need.kind not in (PREFILL, DECODE)
     }

@@ -101,6 +101,12 @@ def test_batches_of_similar_rows_are_not_advised_where_they_save_nothing():
     assert text.endswith("padding. Set `length_buckets=4` (estimated 83%; each length is a graph to compile).")
 
 
+def test_pads_of_a_tokenizer_are_counted():
+    waste = TokenWaste([64] * 16, [64], 8, token_share=0.25)
+    assert (waste.real_tokens, waste.pad_share, waste.pad_share_per_length) == (256, 0.75, {64: 0.75})
+    assert "75% of the tokens computed are padding. The rows came padded: with padding=False" in waste.describe()
+
+
 @pytest.mark.parametrize(
     ("lengths", "options"), [([60, 64] * 8, {}), ([16] * 16, {"packing": True})], ids=["few pads", "packed"]
 )

@@ -3,9 +3,11 @@
 import os
 import random
 import sys
+from functools import partial
 from pathlib import Path
 
 import forked
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -30,6 +32,7 @@ from transformers import (
     ViTConfig,
     ViTForImageClassification,
     ViTImageProcessor,
+    default_data_collator,
 )
 
 from hf_tpu_ext import TPUTrainer
@@ -216,7 +219,7 @@ NOT_ALIKE = {
     "answers": (
         lambda: bert(BertForQuestionAnswering),
         {"start_positions": lambda row: RNG.randrange(LENGTH), "end_positions": lambda row: RNG.randrange(LENGTH)},
-        "the loss of BertForQuestionAnswering may count",
+        "the loss of BertForQuestionAnswering counts every row and column",
     ),
     "regression": (
         lambda: bert(BertForSequenceClassification, num_labels=1),
@@ -276,6 +279,41 @@ def test_rows_that_would_count_are_not_added(trained, case, caplog):
     label_names = {"other key": ["y"], "contrastive": ["input_ids"]}.get(case)
     assert trained(make_model, texts(**targets), label_names=label_names, num_train_epochs=2) == OWN_SHAPE
     said_of(caplog.messages, reason)
+
+
+@pytest.mark.parametrize("case", ["answers", "classes"])
+def test_rows_without_labels_are_predicted(xla, tmp_path, caplog, case):
+    """Such data to predict is nobody's mistake. The rows of the last batch count in no loss, and are completed."""
+    make_model, targets = {**ALIKE, **NOT_ALIKE}[case][:2]
+    rows = texts(**targets).select(range(BATCH))
+    # The bias of places has no gradient but what is lost in rounding.
+    still = dict(learning_rate=0.0, eval_strategy="no")
+    ours, stock = (train(cls, make_model, rows, tmp_path, **still) for cls in (TPUTrainer, Trainer))
+    ours.predict(rows)
+    caplog.clear()
+    unlabelled = texts().select(range(BATCH + 1))
+    found, right = (trainer.predict(unlabelled) for trainer in (ours, stock))
+    for mine, upstreams in zip(found.predictions, right.predictions, strict=True):
+        np.testing.assert_allclose(mine, upstreams, rtol=1e-4, atol=1e-5)
+    assert caplog.messages == [] and ours.watch.recompiles == 0
+    kinds = [(kind, shape[0]) for kind, shape in ours.watch.programs if kind.startswith("prediction")]
+    assert kinds == [("prediction step", BATCH), ("prediction step without labels", BATCH)]
+
+
+def test_columns_that_count_are_told_of_where_they_were_added(xla, tmp_path, caplog):
+    make_model, targets, _ = NOT_ALIKE["answers"]
+    rows = texts(**targets).select(range(BATCH))
+
+    def with_pads(examples, columns):
+        batch = default_data_collator([{**row, "attention_mask": [1] * 6 + [0] * (LENGTH - 6)} for row in examples])
+        return {key: value[:, :columns] if value.ndim > 1 else value for key, value in batch.items()}
+
+    for columns in (LENGTH, 8):
+        caplog.clear()
+        collate = {"data_collator": partial(with_pads, columns=columns)}
+        train(TPUTrainer, make_model, rows, tmp_path, kwargs=collate, eval_strategy="no")
+        line = "of BertForQuestionAnswering counts every row and column. Upstream's trainer computes the same for data of that"
+        assert caplog.text.count(line) == (columns < LENGTH)
 
 
 def test_models_that_take_the_mean_over_tokens(trained):

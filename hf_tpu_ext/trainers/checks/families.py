@@ -73,6 +73,8 @@ NOT_PACKED = {
 _TOKEN_MODELS = classes_for("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "TOKEN_CLASSIFICATION")
 # ... or one for each row, if they are classes.
 _ROW_MODELS = classes_for("SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION")
+# The loss of these is over the places of a row, of which those of padding are some.
+_SPAN_MODELS = classes_for("QUESTION_ANSWERING")
 
 
 def why_not_packed(model: nn.Module) -> str | None:
@@ -96,7 +98,7 @@ def why_model_counts_tokens(model: nn.Module) -> str | None:
     """Why the loss that a model computes by itself may count tokens that are masked, as a clause."""
     name = type(model).__name__
     if name not in _TOKEN_MODELS | _ROW_MODELS or "_loss_function" in vars(model):
-        return f"the loss of {name} may count masked tokens"
+        return f"the loss of {name} {'counts every row and column' if name in _SPAN_MODELS else 'may count masked tokens'}"
     for key, value in model.config.to_dict().items():
         if "z_loss" in key and value:
             return f"{key}={value} counts every token of a batch"

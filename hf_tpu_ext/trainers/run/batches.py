@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin, Trainer
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin, Seq2SeqTrainer, Trainer
 from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
@@ -208,8 +208,6 @@ class BatchesMixin(ImagesMixin):
         if self.backend.processes.row_shards > 1:
             inputs = self._agree_on_shape(inputs)
         guards[mode].check(inputs)
-        if mode == "train" and "columns" not in self._said and self._has_padded_columns(inputs):
-            self._say_padded(inputs)
         return inputs, rows, num_rows
 
     def _agree_on_shape(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -224,16 +222,8 @@ class BatchesMixin(ImagesMixin):
             )
         return pad_columns(batch, length, self._pad_token_id) if has_length else batch
 
-    def _has_padded_columns(self, batch: Mapping[str, Any]) -> bool:
-        """Whether the last column of a batch, on the host, holds no token."""
-        if not self.lengths or vars(self.args).get("packing") or "input_ids" not in batch:
-            return False
-        mask = batch.get("attention_mask")
-        is_token = batch["input_ids"] != self._pad_token_id if mask is None else mask
-        return not is_token[..., -1].any()
-
     def _say_padded(self, batch: Mapping[str, Any]) -> None:
-        """Say what the columns of a batch are padded with, where that may change a result."""
+        """Say what the columns that were added to a batch are padded with, where that may change a result."""
         self._said.add("columns")
         # TRL's own collators pad, too.
         reason = self._why_loss_counts_tokens() if upstream_of(type(self)) is Trainer else None
@@ -247,7 +237,10 @@ class BatchesMixin(ImagesMixin):
             for key, value in batch.items()
             if isinstance(value, torch.Tensor) and value.shape[: ids.ndim] == ids.shape
         )
-        logger.warning(f"Rows are padded to {length_of(batch)} tokens ({pads}): {reason}.")
+        logger.warning(
+            f"Rows are padded to {length_of(batch)} tokens ({pads}): {reason}. Upstream's trainer computes the same for data "
+            "of that length."
+        )
 
     def send_batch(
         self, inputs: dict[str, Any], numbers: Mapping[str, Any] | None = None
@@ -266,6 +259,8 @@ class BatchesMixin(ImagesMixin):
             dim, length = inputs.columns_before.get("input_ids", (1, inputs["input_ids"].shape[1]))
             if length < (columns := batch["input_ids"].shape[dim]):
                 self.by_length.check_columns(length, columns)
+                if self.model.training and "columns" not in self._said and not vars(self.args).get("packing"):
+                    self._say_padded(batch)
         batch = {**batch, **self.data_by_length(inputs)}
         return self._send_rows(batch, rows, numbers, whole=rows <= num_rows and rows % self.backend.num_chips != 0)
 
@@ -379,10 +374,17 @@ class BatchesMixin(ImagesMixin):
                 mode == "train" or not module.track_running_stats
             ):
                 return f"{type(module).__name__} takes the mean over the rows of a batch"
+        if mode == "eval" and batch is not None and self.lacks_labels(batch):
+            return None
         reason = self._why_loss_counts_tokens()
         if reason is None and batch is not None:
             reason = why_targets_count(unwrap_peft_model(self.model), batch)
         return reason
+
+    def lacks_labels(self, batch: Mapping[str, Any]) -> bool:
+        """Whether upstream predicts a batch without a loss: it has no labels, or not all, and the model takes some."""
+        by_upstream = owner_of(type(self), "prediction_step", ours=False) in (Trainer, Seq2SeqTrainer)
+        return by_upstream and any(batch.get(name) is None for name in self.label_names)
 
     def own_code_in_step(self, mode: str) -> str | None:
         """Name code of the user's that runs within a step of `"train"` or `"eval"`, as a clause."""

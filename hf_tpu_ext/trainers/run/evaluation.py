@@ -30,6 +30,8 @@ from .user_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, computes_loss
 
 #: What the watch calls the program of a batch whose loss is added up, and of one whose predictions are kept.
 EVALUATION_STEP, PREDICTION_STEP = "evaluation step", "prediction step"
+# Data to predict may have no labels.
+_WITHOUT_LABELS = f"{PREDICTION_STEP} without labels"
 # The key of the compiled function that computes both, which evaluations share.
 _BATCHES = "the batches of evaluations"
 #: Predictions and batches that are held back until they are read together take no more than this.
@@ -79,7 +81,7 @@ class CompiledEvaluation:
         Compute what `trace(inputs, **data)` makes of a batch. In `data` are numbers on the host, which are sent, and other values,
         which are part of the program.
         """
-        end = partial(self.end_program, kind, f"{kind.removesuffix(' step')} after step {self.state.global_step}")
+        end = partial(self.end_program, kind, f"{kind.replace(' step', '')} after step {self.state.global_step}")
         if self._batch_numbers is None:
             # A user may also call upstream's `prediction_step`, with the model as it is.
             result = trace(inputs, **self.backend.send(data))
@@ -155,7 +157,8 @@ class CompiledEvaluation:
         the columns of its keys.
         """
         trace = partial(self._trace_prediction, model, **kwargs)
-        result = self._compute_batch(PREDICTION_STEP, inputs, trace, ignore_keys=ignore_keys)
+        kind = _WITHOUT_LABELS if self.lacks_labels(inputs) else PREDICTION_STEP
+        result = self._compute_batch(kind, inputs, trace, ignore_keys=ignore_keys)
         computed_rows, columns = count_rows(self.batch_under_way), find_columns(inputs, self.batch_under_way)
         if self.predicted_text is not None:
             token_ids = write_predictions(self.predicted_text, inputs, self.args)

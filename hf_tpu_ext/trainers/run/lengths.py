@@ -48,6 +48,17 @@ def row_lengths(dataset, longest: int | None = None) -> list[int] | None:
     return (rows if longest is None else pc.min_element_wise(rows, longest)).to_pylist()
 
 
+def share_of_tokens(rows: datasets.Dataset) -> float:
+    """The share of the tokens of rows that are no padding, of which a tokenizer may have added some, by the masks of a thousand rows."""
+    if "attention_mask" not in rows.column_names:
+        return 1.0
+    some = rows.with_format("arrow", columns=["attention_mask"])[range(0, len(rows), max(1, len(rows) // 1000))]
+    masks = some["attention_mask"]
+    while pa.types.is_list(masks.type):
+        masks = pc.list_flatten(masks)
+    return pc.mean(masks).as_py() if pa.types.is_integer(masks.type) else 1.0
+
+
 def _is_nested(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) and pa.types.is_list(kind.value_type)
 

@@ -29,6 +29,7 @@ from ...layers.flops import step_flops
 from ...quantization.bitsandbytes import find_config
 from ...quantization.packed_linear import count_parameters, names_of_packed
 from ..checks.datasets import named_datasets
+from .lengths import share_of_tokens
 
 
 logger = logging.get_logger(__name__)
@@ -196,6 +197,7 @@ class StatusMixin:
                     self._train_batch_size,
                     args.train_sampling_strategy,
                     packing=vars(args).get("packing"),
+                    token_share=share_of_tokens(rows),
                 )
                 facts.lengths = list(waste.pad_share_per_length)
                 facts.token_share = 1 - waste.pad_share
