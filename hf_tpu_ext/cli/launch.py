@@ -1,7 +1,9 @@
 """The processes that a recipe is run in: by upstream's launcher on GPUs and the CPU, one for each chip with torch_tpu."""
 
+import ctypes
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +23,8 @@ _OF_LAUNCHERS = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WOR
 LAUNCHER_TELLS = "HF_TPU_LAUNCHER_TELLS"
 # How long processes may take to save when they are told to stop.
 _SECONDS_TO_SAVE = 600
+# In Linux's `prctl.h`.
+_PR_SET_PDEATHSIG = 1
 
 
 def start_processes(command: str, recipe: Recipe, make_parser: Callable[[], RecipeParser]) -> int | None:
@@ -161,6 +165,15 @@ def _status_of(run: Callable[[], None]) -> int:
         # The processes have been told as well. One that had not begun to train has saved nothing.
         return _choose_status(ended_with, 128 + error.sigval)
     return 0
+
+
+def stop_with_launcher() -> None:
+    """
+    Have Linux send this process SIGTERM, on which it saves and ends, once the one that has started it is gone. A launcher that is killed
+    cannot tell it, and it would train on with nobody to know.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def tell_mistake(message: str) -> None:

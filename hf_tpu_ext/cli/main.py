@@ -18,7 +18,7 @@ from .. import __version__
 from ..errors import SaveError, UserError
 from ..temporarily import temporarily
 from . import cache_teacher, doctor, export, init, plan, prepare, report, warmup
-from .launch import LAUNCHER_TELLS, tell_mistake
+from .launch import LAUNCHER_TELLS, stop_with_launcher, tell_mistake
 from .recipe import with_underscores
 from .trl_scripts import SCRIPTS
 
@@ -68,6 +68,8 @@ def main(argv: list[str] | None = None) -> int:
         argv = [*argv[1:], "--help"]
     try:
         if argv[:1] and argv[0] in _TRAINING:
+            if LAUNCHER_TELLS in os.environ:
+                stop_with_launcher()
             return _TRAINING[argv[0]](argv[1:])
         args = _parser().parse_args([with_underscores(word) for word in argv or ["--help"]])
         return args.func(args)

@@ -322,3 +322,21 @@ def test_a_command_that_is_told_to_stop_has_the_status_of_its_processes(when_tol
             time.sleep(0.1)
         process.terminate()
         assert process.wait(timeout=60) == status
+
+
+def test_a_process_whose_launcher_is_killed_is_told_to_stop(tmp_path):
+    process = (
+        "import pathlib, signal, sys, time; from hf_tpu_ext.cli.launch import stop_with_launcher; "
+        f"signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path({str(tmp_path)!r}, 'told').touch(), sys.exit(75))); "
+        f"stop_with_launcher(); pathlib.Path({str(tmp_path)!r}, 'ready').touch(); time.sleep(60)"
+    )
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {process!r}])"
+    with subprocess.Popen([sys.executable, "-c", launcher]) as command:
+        while not (tmp_path / "ready").exists():
+            assert command.poll() is None
+            time.sleep(0.05)
+        command.kill()
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "told").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
