@@ -186,7 +186,7 @@ def test_a_role_with_a_typing_error(runs, role):
     rows = [[{"role": "user", "content": "a"}, {"role": said, "content": "b"}] for said in ("assistant", role)]
     data = Dataset.from_dict({"messages": rows})
     refused(
-        [f"Row 1 of train_dataset has a message of the role {role!r}. Did you mean 'assistant'?"],
+        [f"Row 1 of train_dataset (the first is row 0): a message has the role {role!r} (did you mean 'assistant'?)."],
         lambda: runs.ours(train=False, kwargs={"train_dataset": data}),
     )
     runs.ours(train=False, kwargs={"train_dataset": data.select([0])})
@@ -266,6 +266,20 @@ def test_rows_without_a_value(runs, rows, words):
     runs.ours(train=False, kwargs={"train_dataset": dataset.select([0, 0])})
     whole = Dataset.from_list([rows[0] | {"source": None}] * 2)
     runs.ours(train=False, kwargs={"train_dataset": whole})
+
+
+def test_all_rows_with_mistakes_are_named(runs):
+    mistyped, without = (
+        [MESSAGES[0], {"role": "asistant", "content": "b"}],
+        [MESSAGES[0], {**MESSAGES[1], "content": None}],
+    )
+    dataset = Dataset.from_dict({"messages": [MESSAGES, without, mistyped, None, None, mistyped]})
+    words = [
+        "Rows 2, 5 of train_dataset (the first is row 0): a message has the role 'asistant'",
+        "Also rows 3, 4: there is nothing to train on, 'messages' is None; row 1: message 1 of 'messages' has no content",
+        "Correct this in the file, or, in Python, leave such rows out with dataset.filter.",
+    ]
+    refused(words, lambda: runs.ours(train=False, kwargs={"train_dataset": dataset}))
 
 
 def test_half_of_prompt_and_completion_is_not_enough(runs):

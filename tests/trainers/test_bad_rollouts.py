@@ -138,7 +138,11 @@ def test_a_prompt_that_is_longer_than_declared(xla, models):
     case = Case("grpo", {"max_prompt_length": 4})
     rows = Dataset.from_dict({"prompt": ["abc", "ab", "abcdefgh"]})
     refused(
-        ["Row 2 of train_dataset has a prompt of 8 tokens", "max_prompt_length=4", "Set max_prompt_length=8"],
+        [
+            "Row 2 of train_dataset (the first is row 0) has a prompt of 8 tokens",
+            "max_prompt_length=4",
+            "Set max_prompt_length=8",
+        ],
         lambda: trainer_for(case, models, True, train_dataset=rows),
     )
 

@@ -394,7 +394,9 @@ def test_an_image_that_does_not_open(images, workers):
     broken = [{**row, "images": [{"bytes": b"GIF89a, more or less", "path": None}]} for row in rows.select([0])]
     broken = Dataset.from_list(broken).cast(rows.features)
     train_dataset = concatenate_datasets([rows.select(range(5)), broken, rows.select(range(6, 8))])
-    with pytest.raises(UserError, match="An image of row 5 of train_dataset cannot be opened") as error:
+    with pytest.raises(
+        UserError, match=r"An image of row 5 of train_dataset \(the first is row 0\) cannot be opened"
+    ) as error:
         images.ours("gemma3", train_dataset, max_steps=2, dataloader_num_workers=workers)
     fix = re.search(r"train_dataset\.select\(.* != 5\)", str(error.value)).group()
     fixed = eval(fix, {"train_dataset": train_dataset})

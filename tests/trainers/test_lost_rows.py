@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from datasets import Dataset, load_dataset
+from datasets import Dataset, concatenate_datasets, load_dataset
 from trl import SFTTrainer
 
 
@@ -63,6 +63,48 @@ def test_rows_that_are_left_out(runs):
     why = "nothing of them is left to train on with max_length=10"
     assert left_out == f"{rows - left} of {rows} rows of the train dataset are left out: {why}"
     assert of_evaluation[1] == f"{10 - len(trainer.eval_dataset)} of 10 rows of the eval dataset are left out: {why}"
+
+
+ASKED, SAID, BLANK = (
+    {"role": "user", "content": ""},
+    {"role": "assistant", "content": "b"},
+    {"role": "assistant", "content": " \n"},
+)
+CALLS = {**BLANK, "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": {"at": "b"}}}]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "blank"),
+    [
+        ({"messages": [[ASKED, SAID], [ASKED, BLANK, ASKED, SAID], [ASKED, CALLS], [ASKED, BLANK]]}, "rows 1, 3"),
+        (
+            {
+                "conversations": [
+                    [{"from": "user", "value": ""}, {"from": "gpt", "value": value}] for value in ("b", "")
+                ]
+            },
+            "row 1",
+        ),
+        ({"prompt": ["a"] * 6, "completion": ["b", "", "", "c", " ", ""]}, "rows 1, 2, 4 and 1 more"),
+        ({"prompt": [[ASKED, BLANK, ASKED]] * 2, "completion": [[SAID], [BLANK]]}, "row 1"),
+        ({"text": ["a", ""]}, None),
+    ],
+    ids=["messages", "conversations", "text", "completions", "no answers"],
+)
+def test_empty_answers(runs, rows, blank):
+    """Upstream trains on them."""
+    dataset = Dataset.from_dict(rows)
+    # As a selection, behind a row that it leaves out.
+    dataset = concatenate_datasets([dataset.select([len(dataset) - 1]), dataset]).select(range(1, len(dataset) + 1))
+    data = {"train_dataset": dataset, "eval_dataset": {"few": dataset.select([0, 0])}}
+    trainer = runs.ours(train=False, max_length=64, kwargs=data)
+    lines = [line for line in trainer.compiled.changes if "an empty answer" in line]
+    assert len(trainer.train_dataset) == len(dataset) and len(lines) == (blank is not None)
+    if blank is not None:
+        assert (
+            f" of {len(dataset)} rows of the train dataset have an empty answer ({blank}; the first is row 0)"
+            in lines[0]
+        )
 
 
 def test_rows_without_a_label_are_left_out(runs):

@@ -32,13 +32,13 @@ def rows(row, **changed):
         ("reward", rows(LABELLED), ["unpaired", "RewardTrainer needs pairs"]),
         ("dpo", rows(PAIR, rejected=None), ["Row 4 of train_dataset", "'rejected' is missing (None)", "filter"]),
         ("dpo", rows(PAIR, prompt=None), ["Row 4 of train_dataset", "'prompt' is missing (None)"]),
-        ("dpo", rows(PAIR, chosen=""), ["Row 4 of train_dataset", "'chosen' is empty", "Fill it in"]),
+        ("dpo", rows(PAIR, chosen=""), ["Row 4 of train_dataset", "'chosen' is empty", "Correct this in the file"]),
         (
             "dpo",
             rows(PAIR, rejected="b"),
-            ["Row 4 of train_dataset:", "are the same", "row['chosen'] != row['rejected']"],
+            ["Row 4 of train_dataset (the first is row 0):", "are the same", "row['chosen'] != row['rejected']"],
         ),
-        ("reward", rows({**PAIR, "rejected": "b"}), ["Row 0 of train_dataset (and 4 more)", "are the same"]),
+        ("reward", rows({**PAIR, "rejected": "b"}), ["Rows 0, 1, 2 and 2 more of train_dataset", "are the same"]),
         (
             "reward",
             Dataset.from_dict({"chosen": [SAID], "rejected": [[{"role": "assistant", "content": ""}]]}),
@@ -48,7 +48,7 @@ def rows(row, **changed):
         ("kto", rows(LABELLED).remove_columns("completion"), ["'completion' is missing", "Rename"]),
         ("kto", rows(LABELLED, label=None), ["Row 4 of train_dataset", "'label' is missing (None)"]),
         ("kto", rows(LABELLED, completion=""), ["Row 4 of train_dataset", "'completion' is empty"]),
-        ("kto", rows({**PAIR, "rejected": "b"}), ["Row 0 of train_dataset (and 4 more)", "are the same"]),
+        ("kto", rows({**PAIR, "rejected": "b"}), ["Rows 0, 1, 2 and 2 more of train_dataset", "are the same"]),
         ("dpo", rows(PAIR).select([]), ["train_dataset is empty"]),
     ],
 )

@@ -33,6 +33,11 @@ TEMPLATES = {
         "{% for message in messages %}<{{ message.role }}>{% if message.role == 'assistant' %}"
         "{% generation %}{{ message.content }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}"
     ),
+    "alternates": (
+        "{% for message in messages %}"
+        "{% if (message.role == 'user') == loop.index0 % 2 %}{{ raise_exception('must alternate') }}{% endif %}"
+        "<{{ message.role }}>{{ message.content + '.' }}{% endfor %}"
+    ),
     # Prints whatever it finds.
     "prints": "{% for message in messages %}<{{ message.role }}>{{ message.content }}{{ message.tool_calls }}{% endfor %}",
     # Knows calls of tools and parts, and refuses other roles.
@@ -146,7 +151,14 @@ def test_conversations(xla, models, tiny_model, tmp_path, kind, odd, template):
         assert not any(prepared(kind, False, *given).values())
         refused(["No row of train_dataset is left"], lambda: prepared(kind, True, *given))
     else:
-        words = [f"Row {odd not in ALL_ODD:d} of ", *words, "leave such rows out with dataset.filter"]
+        rows = "Rows 0, 1" if odd in ALL_ODD else "Row 1"
+        words = [
+            f"{rows} of ",
+            "(the first is row 0)",
+            *words,
+            "Correct this in the file",
+            "leave such rows out with dataset.filter",
+        ]
         check(kind, words, *given)
 
 
@@ -163,7 +175,7 @@ def test_conversations(xla, models, tiny_model, tmp_path, kind, odd, template):
     ],
 )
 def test_numbers(xla, models, tiny_model, tmp_path, kind, row, column):
-    words = ["Row 0 of", f"{column!r} is 5, expected a string"]
+    words = ["Rows 0, 1 of", f"{column!r} is 5, expected a string"]
     check(kind, words, Dataset.from_list([row] * 2), "joins", models, tiny_model, tmp_path)
 
 
@@ -171,14 +183,52 @@ def test_the_row_is_one_that_upstream_raises_for(xla, models, tiny_model, tmp_pa
     """Rows as odd, which the template takes, are not named."""
     called, without = [USER, {**SAID, "content": None, "tool_calls": CALL}], [USER, {**SAID, "role": "narrator"}]
     rows = Dataset.from_list([row_of("sft", messages) for messages in ([USER, SAID], called, called, without)])
-    check("sft", ["Row 3 of the train dataset: message 1"], rows, "refuses", models, tiny_model, tmp_path)
+    check(
+        "sft",
+        ["Row 3 of the train dataset (the first is row 0): message 1"],
+        rows,
+        "refuses",
+        models,
+        tiny_model,
+        tmp_path,
+    )
+
+
+def test_all_rows_are_named(xla, models, tiny_model, tmp_path):
+    """It does not take one start for each mistake, and upstream prepares one row of each kind."""
+    narrated = [[{**USER, "role": f"narrator of {part}"}, SAID] for part in range(30)]
+    without = [[USER, {**SAID, "role": None}]] * 30
+    conversations = [[USER, SAID], *without, [], [USER, SAID], *narrated]
+    rows = Dataset.from_list([row_of("sft", messages) for messages in conversations])
+    words = [
+        "Rows 1, 2, 3 and 27 more of the train dataset (the first is row 0): message 1 of 'messages' has no role",
+        "Also row 31: 'messages' is an empty list",
+        "; row 33: message 0 of 'messages' has the role 'narrator of 0'",
+        "; and 28 rows more. Correct",
+    ]
+    check("sft", words, rows, "refuses", models, tiny_model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("sft", "the train dataset"), ("dpo", "the train dataset"), ("grpo", "train_dataset")]
+)
+def test_rows_that_the_template_refuses(xla, models, tiny_model, tmp_path, kind, name):
+    """All values are of the right kind."""
+    conversations = [[USER, SAID, USER], [USER, USER], [USER, SAID, USER], [SAID]]
+    rows = Dataset.from_list([row_of(kind, messages) for messages in conversations])
+    words = [f"Rows 1, 3 of {name} (the first is row 0): refused by the", "TemplateError: must alternate"]
+    refused(words, lambda: prepared(kind, True, rows, "alternates", models, tiny_model, tmp_path))
 
 
 def test_a_conversation_without_an_answer(xla, models, tiny_model, tmp_path):
     """Which assistant_only_loss needs; without it upstream trains on the question."""
     rows = Dataset.from_list([row_of("sft", messages) for messages in ([USER, SAID], [USER])])
     assert len(prepared("sft", True, rows, "training", models, tiny_model, tmp_path)["input_ids"]) == 2
-    words = ["Row 1 of the train dataset: 'messages' has no message of the role 'assistant'", "assistant_only_loss"]
+    words = [
+        "Row 1 of the train dataset (",
+        "): 'messages' has no message of the role 'assistant'",
+        "assistant_only_loss",
+    ]
     settings = {"assistant_only_loss": True}
     refused(words, lambda: prepared("sft", True, rows, "training", models, tiny_model, tmp_path, **settings))
 

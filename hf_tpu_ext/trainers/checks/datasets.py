@@ -12,11 +12,14 @@ from trl import SFTConfig
 
 from ...errors import UserError
 from ...vision.collator import IMAGE_COLUMNS
+from .rows import name_rows, refusal_of_rows, unusual_rows
 
 
 _NEEDED = "'messages', 'prompt' and 'completion', 'conversations', 'input_ids'"
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _COLUMNS = ("messages", "prompt", "completion", "conversations", "input_ids")
+# Rows that are looked at together.
+_ROWS = 10_000
 
 
 def named_datasets(owner: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,29 +84,36 @@ def check_dataset(dataset, name: str, args: SFTConfig, has_formatting_func: bool
             f"({args.dataset_text_field!r}) or {_NEEDED}. {fix}"
         )
     if isinstance(dataset, datasets.Dataset):
-        _check_no_nulls(dataset, set(columns), name, args.dataset_text_field)
-        for column in sorted({"messages", "conversations", "prompt", "completion"} & set(columns)):
-            _check_roles(dataset, column, name)
+        problems = _rows_without_value(dataset, set(columns), args.dataset_text_field)
+        conversations = sorted({"messages", "conversations", "prompt", "completion"} & set(columns))
+        for column in conversations:
+            problems |= _rows_of_mistyped_roles(dataset, column)
+        if problems:
+            # Behind what is surely wrong, what may be, for it not to take another start.
+            others = unusual_rows(dataset, conversations)
+            raise refusal_of_rows(name, dict(sorted(problems.items())) | others | problems)
 
 
-def _check_roles(dataset: datasets.Dataset, column: str, name: str) -> None:
-    """Check that no role of a message is a typing error (`ValueError`): templates write it as it is, and it is no answer to train on."""
+def _rows_of_mistyped_roles(dataset: datasets.Dataset, column: str) -> dict[int, str]:
+    """The rows in which a role is a typing error: templates write it as it is, and it is no answer to train on."""
     values = dataset.data.column(column)
     message = values.type.value_type if pa.types.is_list(values.type) else values.type
     if not pa.types.is_struct(message) or "role" not in message.names:
-        return
+        return {}
+    problems = {}
     for role in pc.unique(pc.struct_field(pc.list_flatten(values), "role")).to_pylist():
         close = difflib.get_close_matches(role or "", _ROLES, n=1, cutoff=0.8)
         if not close or role == close[0]:
             continue
         # The role is one of the whole table: a selection of its rows may not have it.
         for row, messages in enumerate(dataset[column]):
-            if any(message["role"] == role for message in messages):
-                raise UserError(f"Row {row} of {name} has a message of the role {role!r}. Did you mean {close[0]!r}?")
+            if any(message is not None and message["role"] == role for message in messages or ()):
+                problems[row] = f"a message has the role {role!r} (did you mean {close[0]!r}?)"
+    return problems
 
 
-def _check_no_nulls(dataset: datasets.Dataset, columns: set[str], name: str, text_field: str) -> None:
-    """Check that no row lacks what is trained on (`ValueError`), in the columns that upstream takes first."""
+def _rows_without_value(dataset: datasets.Dataset, columns: set[str], text_field: str) -> dict[int, str]:
+    """The rows that lack what is trained on, in the columns that upstream takes first."""
     own_columns = next(
         (
             kind
@@ -112,6 +122,7 @@ def _check_no_nulls(dataset: datasets.Dataset, columns: set[str], name: str, tex
         ),
         (text_field,),
     )
+    problems = {}
     for column in (*own_columns, *({"labels"} & columns)):
         # Counted in the whole table, without a look at its values: a selection of its rows may have none.
         if not _nulls(dataset.data.column(column)):
@@ -120,16 +131,58 @@ def _check_no_nulls(dataset: datasets.Dataset, columns: set[str], name: str, tex
         for row in range(len(values)) if _nulls(values) else ():
             if _nulls(values.slice(row, 1)):
                 what = "is None" if values[row].as_py() is None else "has None in it"
-                raise UserError(
-                    f"Row {row} of {name} has nothing to train on: {column!r} {what}. Give it a value, or leave such rows out: "
-                    f"dataset.filter(lambda row: row[{column!r}] is not None)."
-                )
+                problems[row] = f"there is nothing to train on, {column!r} {what}"
+    return problems
 
 
 def _nulls(values: pa.ChunkedArray) -> int:
     """How many values are missing, and in lists of numbers also of those."""
     is_numbers = pa.types.is_list(values.type) and pa.types.is_integer(values.type.value_type)
     return values.null_count + (pc.list_flatten(values).null_count if is_numbers else 0)
+
+
+def describe_empty_answers(dataset: datasets.Dataset, name: str) -> list[str]:
+    """A line on the rows of the `name` dataset in which the assistant says nothing, which upstream trains on; none if there are none."""
+    names = {*dataset.column_names}
+    columns = {"completion"} if "prompt" in names else {"messages", "conversations"}
+    rows: list[int] = []
+    for column in columns & names if "input_ids" not in names else ():
+        start = 0
+        for table in dataset.with_format("arrow", columns=[column]).iter(_ROWS):
+            rows += [start + row for row in _empty_answers(table[column].combine_chunks())]
+            start += len(table)
+    if not rows:
+        return []
+    return [
+        f"{len(rows):,} of {len(dataset):,} rows of the {name} dataset have an empty answer ({name_rows(rows)}; the first is row 0), from "
+        "which a model learns to answer nothing. Correct this in the file, or, in Python, leave such rows out with dataset.filter"
+    ]
+
+
+def _empty_answers(values: pa.Array) -> list[int]:
+    """The rows, of a column of text or of messages, that have an answer without a character other than spaces."""
+    if _is_text(values):
+        return pc.indices_nonzero(_is_blank(values)).to_pylist()
+    if not pa.types.is_list(values.type) or not pa.types.is_struct(values.type.value_type):
+        return []
+    messages = pc.list_flatten(values)
+    fields = dict(zip(messages.type.names, messages.flatten(), strict=True))
+    role, content = (fields.get(key, fields.get(other)) for key, other in (("role", "from"), ("content", "value")))
+    if role is None or content is None or not _is_text(role) or not _is_text(content):
+        return []
+    is_empty = pc.and_(pc.is_in(role, pa.array(["assistant", "gpt"], role.type)), _is_blank(content))
+    if (calls := fields.get("tool_calls")) is not None:
+        has_calls = pc.greater(pc.list_value_length(calls), 0) if pa.types.is_list(calls.type) else calls.is_valid()
+        is_empty = pc.and_not(is_empty, pc.fill_null(has_calls, False))
+    return pc.unique(pc.list_parent_indices(values).filter(is_empty)).to_pylist()
+
+
+def _is_text(values: pa.Array) -> bool:
+    return pa.types.is_string(values.type) or pa.types.is_large_string(values.type)
+
+
+def _is_blank(texts: pa.Array) -> pa.Array:
+    return pc.fill_null(pc.or_(pc.equal(texts, ""), pc.utf8_is_space(texts)), True)
 
 
 def check_columns_are_text(dataset, name: str, trainer: str) -> None:

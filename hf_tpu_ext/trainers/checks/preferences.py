@@ -10,7 +10,7 @@ import datasets
 from ...errors import UserError
 from .datasets import check_has_rows
 from .lost_rows import describe_cut, describe_left_out
-from .rows import TEXT_OR_MESSAGES, naming_rows
+from .rows import TEXT_OR_MESSAGES, naming_rows, refusal_of_rows
 
 
 _PAIRS = "'chosen' and 'rejected' (and 'prompt', unless both begin with it)"
@@ -27,12 +27,10 @@ def check_preferences(dataset, name: str, trainer: str) -> None:
     """
     if not (columns := find_columns(dataset, name, trainer)):
         return
-    problems = [(index, _problem(row)) for index, row in enumerate(_rows(dataset, columns))]
-    problems = [(index, problem) for index, problem in problems if problem is not None]
+    problems = {index: problem for index, row in enumerate(_rows(dataset, columns)) if (problem := _problem(row))}
     if problems:
-        index, problem = problems[0]
-        same = sum(other == problem for _, other in problems)
-        raise UserError(f"Row {index} of {name}{f' (and {same - 1} more)' if same > 1 else ''}: {problem}.")
+        _, keep = next(iter(problems.values()))
+        raise refusal_of_rows(name, {row: problem for row, (problem, _) in problems.items()}, keep)
 
 
 def find_columns(dataset, name: str, trainer: str) -> list[str]:
@@ -83,21 +81,17 @@ def _rows(dataset, columns: list[str]) -> Iterator[dict[str, Any]]:
             yield dict(zip(batch, values, strict=True))
 
 
-def _problem(row: dict[str, Any]) -> str | None:
-    """What is wrong with a row, as a sentence with the fix; `None` if nothing is."""
+def _problem(row: dict[str, Any]) -> tuple[str, str] | None:
+    """What is wrong with a row, and what is true of those of which it is not; `None` if nothing is."""
     for column, value in row.items():
         if value is None:
-            drop = f"dataset.filter(lambda row: row[{column!r}] is not None)"
-            return f"{column!r} is missing (None). Fill it in, or drop such rows: {drop}"
+            return f"{column!r} is missing (None)", f"row[{column!r}] is not None"
     for column in row:
         if column not in ("prompt", "label") and _is_empty(row[column]):
             content = f"row[{column!r}]" + "[-1]['content']" * (bool(row[column]) and not isinstance(row[column], str))
-            return f"{column!r} is empty. Fill it in, or drop such rows: dataset.filter(lambda row: {content})"
+            return f"{column!r} is empty", content
     if "chosen" in row and row["chosen"] == row["rejected"]:
-        return (
-            "'chosen' and 'rejected' are the same, so nothing is preferred. Drop such rows: "
-            "dataset.filter(lambda row: row['chosen'] != row['rejected'])"
-        )
+        return "'chosen' and 'rejected' are the same, so nothing is preferred", "row['chosen'] != row['rejected']"
     return None
 
 

@@ -7,15 +7,49 @@ from typing import Any
 import datasets
 
 from ...errors import UserError
-from ...formatting import format_value
+from ...formatting import count, format_value
 
 
 #: Columns that hold text or messages, in every trainer.
 TEXT_OR_MESSAGES = ("prompt", "completion", "chosen", "rejected", "messages", "conversations")
 _CONVERSATIONS = ("messages", "conversations")
 _ROLES = ("system", "user", "assistant", "tool")
+# How many rows are named of each problem, and how many problems.
+_MOST_NAMED = 3
+# How many rows with different problems are prepared by themselves.
+_MOST_TRIED = 20
 _MESSAGE = "{'role': 'user', 'content': 'some text'}"
 _MESSAGES = f"a list of messages such as {_MESSAGE}"
+
+
+def refusal_of_rows(name: str, problems: Mapping[int, str], keep: str = "", end: str = "") -> UserError:
+    """
+    The error that says what is wrong with rows of a dataset.
+
+    Args:
+        name (`str`): What to call the dataset.
+        problems (`Mapping[int, str]`): What is wrong, by the number of the row. Rows of which it is the same are told together.
+        keep (`str`, *optional*): An expression that is true of a `row` without the first of these problems.
+        end (`str`, *optional*): One more sentence.
+    """
+    rows_of: dict[str, list[int]] = {}
+    for row, problem in problems.items():
+        rows_of.setdefault(problem, []).append(row)
+    (problem, rows), *others = rows_of.items()
+    also = "; ".join(f"{name_rows(rows)}: {problem}" for problem, rows in others[:_MOST_NAMED])
+    if rest := sum(len(rows) for _, rows in others[_MOST_NAMED:]):
+        also += f"; and {count(rest, 'row')} more"
+    row_filter = f"dataset.filter(lambda row: {keep})" if keep else "dataset.filter"
+    return UserError(
+        f"{name_rows(rows).capitalize()} of {name} (the first is row 0): {problem}.{f' Also {also}.' if also else ''} Correct this in the "
+        f"file, or, in Python, leave such rows out with {row_filter}.{end}"
+    )
+
+
+def name_rows(rows: Sequence[int]) -> str:
+    """Some numbers of rows, and how many more there are, e.g. `"rows 3, 5, 9 and 20 more"`."""
+    more = f" and {len(rows) - _MOST_NAMED:,} more" if len(rows) > _MOST_NAMED else ""
+    return f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:_MOST_NAMED]))}{more}"
 
 
 @contextmanager
@@ -26,9 +60,9 @@ def naming_rows(
     needs_answer: bool = False,
 ) -> Iterator[None]:
     """
-    Context in which upstream makes tokens of datasets. If it raises, the first row that it raises for, and that holds
-    something other than text or messages, is named in a `ValueError`. Every other error is upstream's. Where it raises
-    nothing, nothing is looked at: what a row may hold is for the chat template to say.
+    Context in which upstream makes tokens of datasets. If it raises, the rows that it raises for are named in a `ValueError`: those that
+    hold something other than text or messages, or else those that the template refuses for another reason. An error of all rows is
+    upstream's. Where it raises nothing, nothing is looked at: what a row may hold is for the chat template to say.
 
     Args:
         datasets_by_name (`Mapping[str, Any]`):
@@ -42,13 +76,18 @@ def naming_rows(
         yield
     # Tokenizers and templates raise what they like.
     except Exception as error:
+        reason = (str(error).splitlines() or [""])[0]
         for name, dataset in datasets_by_name.items():
-            is_known = isinstance(dataset, datasets.Dataset)
-            if is_known and (bad_row := _find_bad_row(dataset, columns, prepare, needs_answer)) is not None:
-                reason = (str(error).splitlines() or [""])[0]
-                raise UserError(
-                    f"Row {bad_row[0]} of {name}: {bad_row[1]}. Correct the row, or leave such rows out with dataset.filter. "
-                    f"Upstream says {type(error).__name__}: {reason}"
+            if not isinstance(dataset, datasets.Dataset) or not set(columns) & {*dataset.column_names}:
+                continue
+            problems = _find_bad_rows(dataset, columns, prepare, needs_answer)
+            if not problems:
+                problems = dict.fromkeys(
+                    _rows_that_fail(dataset, prepare), "refused by the tokenizer or the chat template"
+                )
+            if problems:
+                raise refusal_of_rows(
+                    name, problems, end=f" Upstream says {type(error).__name__}: {reason}"
                 ) from error
         raise
 
@@ -64,29 +103,77 @@ def first_that_fails(rows: int, attempt: Callable[[int], Any]) -> int | None:
     return None
 
 
-def _find_bad_row(
+def unusual_rows(dataset: datasets.Dataset, columns: Sequence[str]) -> dict[int, str]:
+    """
+    What is not text or messages in the first 10,000 rows of a dataset, by the number of the row. Calls of tools and lists of parts,
+    which many templates take, are left out.
+    """
+    found = {}
+    for index, row in enumerate(_read(dataset.select(range(min(len(dataset), 10_000))), columns)):
+        for column in row:
+            for kind, problem in _unusual_in(column, row[column]):
+                if "content" not in kind or not (kind[-1] or list in kind):
+                    found.setdefault(index, problem)
+    return found
+
+
+def _read(dataset: datasets.Dataset, columns: Sequence[str]) -> datasets.Dataset:
+    return dataset.with_format(None).select_columns([column for column in columns if column in dataset.column_names])
+
+
+def _find_bad_rows(
     dataset: datasets.Dataset, columns: Sequence[str], prepare: Callable[[datasets.Dataset], Any], needs_answer: bool
-) -> tuple[int, str] | None:
-    """The first row that holds something else than text or messages and cannot be prepared, and what it holds."""
-    present = [column for column in columns if column in dataset.column_names]
-    if not present:
-        return None
-    # Kinds of values that the template takes, as an earlier row has shown.
-    accepted_kinds = set()
-    for index, row in enumerate(dataset.with_format(None).select_columns(present)):
-        unusual = {kind: problem for column in present for kind, problem in _unusual_in(column, row[column])}
-        for column in {*_CONVERSATIONS} & {*present} if needs_answer and not unusual else ():
+) -> dict[int, str]:
+    """What the rows hold that hold something else than text or messages and cannot be prepared."""
+    # Kinds of values that the template takes, and sets of kinds that it refuses, as an earlier row has shown.
+    accepted, refused, found = set(), [], {}
+    for index, row in enumerate(_read(dataset, columns)):
+        unusual = {kind: problem for column in row for kind, problem in _unusual_in(column, row[column])}
+        for column in {*_CONVERSATIONS} & {*row} if needs_answer and not unusual else ():
             if "assistant" not in map(_role_of, row[column]):
                 problem = f"{column!r} has no message of the role 'assistant', on which alone assistant_only_loss=True trains"
                 unusual[column, "no answer"] = problem
-        if unusual.keys() <= accepted_kinds:
+        unusual = {kind: problem for kind, problem in unusual.items() if kind not in accepted}
+        if not unusual:
             continue
-        try:
-            prepare(dataset.select([index]))
-        except Exception:
-            return index, next(problem for kind, problem in unusual.items() if kind not in accepted_kinds)
-        accepted_kinds |= unusual.keys()
-    return None
+        # After so many refusals, what is new is taken for one more: each try takes a part of a second.
+        if len(refused) < _MOST_TRIED and not any(kinds <= unusual.keys() for kinds in refused):
+            if not _fails(dataset, [index], prepare):
+                accepted |= unusual.keys()
+                continue
+            refused.append(unusual.keys())
+        found[index] = next(iter(unusual.values()))
+    return found
+
+
+def _rows_that_fail(dataset: datasets.Dataset, prepare: Callable[[datasets.Dataset], Any]) -> list[int]:
+    """
+    The first rows that cannot be prepared, of a large dataset one, each found by halves. None where it is not for a row that this fails:
+    the first and the last fail too.
+    """
+    found: list[int] = []
+    most = _MOST_NAMED + 1 if len(dataset) <= 10_000 else 1
+
+    def look_at(rows: range) -> None:
+        if len(found) == most or not _fails(dataset, rows, prepare):
+            return
+        if len(rows) == 1:
+            found.extend(rows)
+        else:
+            look_at(rows[: len(rows) // 2])
+            look_at(rows[len(rows) // 2 :])
+
+    look_at(range(len(dataset)))
+    fails_for_all = found[:1] == [0] and _fails(dataset, [len(dataset) - 1], prepare)
+    return [] if fails_for_all else found
+
+
+def _fails(dataset: datasets.Dataset, rows: Sequence[int], prepare: Callable[[datasets.Dataset], Any]) -> bool:
+    try:
+        prepare(dataset.select(rows))
+    except Exception:
+        return True
+    return False
 
 
 def _unusual_in(column: str, value: Any) -> Iterator[tuple[tuple, str]]:

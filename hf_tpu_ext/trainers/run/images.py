@@ -48,7 +48,8 @@ def naming_broken_images(datasets_by_name: Mapping[str, Any]) -> Iterator[None]:
                 images = dataset.select_columns(columns)
                 if (row := first_that_fails(len(images), images.__getitem__)) is not None:
                     raise UserError(
-                        f"An image of row {row} of {name} cannot be opened ({type(error).__name__}). Replace it, or leave the row out: "
+                        f"An image of row {row} of {name} (the first is row 0) cannot be opened ({type(error).__name__}). Replace it, or leave the row "
+                        "out of the file or, in Python, out with "
                         f"{name}.select(row for row in range({len(dataset)}) if row != {row}). Without decoding, "
                         f"{name}.cast_column({columns[0]!r}, datasets.List(datasets.Image(decode=False))) shows its bytes and its path."
                     ) from error
