@@ -254,7 +254,7 @@ MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "
         ),
         (
             [{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [1, 2], "labels": [None, 2]}],
-            ["Row 1 of train_dataset", "'labels' has None in it"],
+            ["Row 1 of train_dataset", "'labels' has None in it", "None not in row['labels']"],
         ),
     ],
     ids=["text", "messages", "completion", "labels"],

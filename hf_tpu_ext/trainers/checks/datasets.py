@@ -94,7 +94,7 @@ def check_dataset(dataset, name: str, args: SFTConfig, has_formatting_func: bool
             raise refusal_of_rows(name, dict(sorted(problems.items())) | others | problems)
 
 
-def _rows_of_mistyped_roles(dataset: datasets.Dataset, column: str) -> dict[int, str]:
+def _rows_of_mistyped_roles(dataset: datasets.Dataset, column: str) -> dict[int, tuple[str, str]]:
     """The rows in which a role is a typing error: templates write it as it is, and it is no answer to train on."""
     values = dataset.data.column(column)
     message = values.type.value_type if pa.types.is_list(values.type) else values.type
@@ -108,11 +108,11 @@ def _rows_of_mistyped_roles(dataset: datasets.Dataset, column: str) -> dict[int,
         # The role is one of the whole table: a selection of its rows may not have it.
         for row, messages in enumerate(dataset[column]):
             if any(message is not None and message["role"] == role for message in messages or ()):
-                problems[row] = f"a message has the role {role!r} (did you mean {close[0]!r}?)"
+                problems[row] = (f"a message has the role {role!r} (did you mean {close[0]!r}?)", "")
     return problems
 
 
-def _rows_without_value(dataset: datasets.Dataset, columns: set[str], text_field: str) -> dict[int, str]:
+def _rows_without_value(dataset: datasets.Dataset, columns: set[str], text_field: str) -> dict[int, tuple[str, str]]:
     """The rows that lack what is trained on, in the columns that upstream takes first."""
     own_columns = next(
         (
@@ -130,8 +130,9 @@ def _rows_without_value(dataset: datasets.Dataset, columns: set[str], text_field
         values = dataset.with_format("arrow", columns=[column])[:][column]
         for row in range(len(values)) if _nulls(values) else ():
             if _nulls(values.slice(row, 1)):
-                what = "is None" if values[row].as_py() is None else "has None in it"
-                problems[row] = f"there is nothing to train on, {column!r} {what}"
+                is_none = values[row].as_py() is None
+                what, keep = ("is None", "{} is not None") if is_none else ("has None in it", "None not in {}")
+                problems[row] = f"there is nothing to train on, {column!r} {what}", keep.format(f"row[{column!r}]")
     return problems
 
 

@@ -29,8 +29,7 @@ def check_preferences(dataset, name: str, trainer: str) -> None:
         return
     problems = {index: problem for index, row in enumerate(_rows(dataset, columns)) if (problem := _problem(row))}
     if problems:
-        _, keep = next(iter(problems.values()))
-        raise refusal_of_rows(name, {row: problem for row, (problem, _) in problems.items()}, keep)
+        raise refusal_of_rows(name, problems)
 
 
 def find_columns(dataset, name: str, trainer: str) -> list[str]:

@@ -22,21 +22,21 @@ _MESSAGE = "{'role': 'user', 'content': 'some text'}"
 _MESSAGES = f"a list of messages such as {_MESSAGE}"
 
 
-def refusal_of_rows(name: str, problems: Mapping[int, str], keep: str = "", end: str = "") -> UserError:
+def refusal_of_rows(name: str, problems: Mapping[int, tuple[str, str]], end: str = "") -> UserError:
     """
     The error that says what is wrong with rows of a dataset.
 
     Args:
         name (`str`): What to call the dataset.
-        problems (`Mapping[int, str]`): What is wrong, by the number of the row. Rows of which it is the same are told together.
-        keep (`str`, *optional*): An expression that is true of a `row` without the first of these problems.
+        problems (`Mapping[int, tuple[str, str]]`):
+            What is wrong, and an expression that is true of a `row` of which it is not, or `""`, by the number of the row.
         end (`str`, *optional*): One more sentence.
     """
-    rows_of: dict[str, list[int]] = {}
+    rows_of: dict[tuple[str, str], list[int]] = {}
     for row, problem in problems.items():
         rows_of.setdefault(problem, []).append(row)
-    (problem, rows), *others = rows_of.items()
-    also = "; ".join(f"{name_rows(rows)}: {problem}" for problem, rows in others[:_MOST_NAMED])
+    ((problem, keep), rows), *others = rows_of.items()
+    also = "; ".join(f"{name_rows(rows)}: {problem}" for (problem, _), rows in others[:_MOST_NAMED])
     if rest := sum(len(rows) for _, rows in others[_MOST_NAMED:]):
         also += f"; and {count(rest, 'row')} more"
     row_filter = f"dataset.filter(lambda row: {keep})" if keep else "dataset.filter"
@@ -82,9 +82,8 @@ def naming_rows(
                 continue
             problems = _find_bad_rows(dataset, columns, prepare, needs_answer)
             if not problems:
-                problems = dict.fromkeys(
-                    _rows_that_fail(dataset, prepare), "refused by the tokenizer or the chat template"
-                )
+                refused = ("refused by the tokenizer or the chat template", "")
+                problems = dict.fromkeys(_rows_that_fail(dataset, prepare), refused)
             if problems:
                 raise refusal_of_rows(
                     name, problems, end=f" Upstream says {type(error).__name__}: {reason}"
@@ -103,7 +102,7 @@ def first_that_fails(rows: int, attempt: Callable[[int], Any]) -> int | None:
     return None
 
 
-def unusual_rows(dataset: datasets.Dataset, columns: Sequence[str]) -> dict[int, str]:
+def unusual_rows(dataset: datasets.Dataset, columns: Sequence[str]) -> dict[int, tuple[str, str]]:
     """
     What is not text or messages in the first 10,000 rows of a dataset, by the number of the row. Calls of tools and lists of parts,
     which many templates take, are left out.
@@ -113,7 +112,7 @@ def unusual_rows(dataset: datasets.Dataset, columns: Sequence[str]) -> dict[int,
         for column in row:
             for kind, problem in _unusual_in(column, row[column]):
                 if "content" not in kind or not (kind[-1] or list in kind):
-                    found.setdefault(index, problem)
+                    found.setdefault(index, (problem, ""))
     return found
 
 
@@ -123,7 +122,7 @@ def _read(dataset: datasets.Dataset, columns: Sequence[str]) -> datasets.Dataset
 
 def _find_bad_rows(
     dataset: datasets.Dataset, columns: Sequence[str], prepare: Callable[[datasets.Dataset], Any], needs_answer: bool
-) -> dict[int, str]:
+) -> dict[int, tuple[str, str]]:
     """What the rows hold that hold something else than text or messages and cannot be prepared."""
     # Kinds of values that the template takes, and sets of kinds that it refuses, as an earlier row has shown.
     accepted, refused, found = set(), [], {}
@@ -142,7 +141,7 @@ def _find_bad_rows(
                 accepted |= unusual.keys()
                 continue
             refused.append(unusual.keys())
-        found[index] = next(iter(unusual.values()))
+        found[index] = (next(iter(unusual.values())), "")
     return found
 
 
