@@ -95,17 +95,3 @@ def test_batch_norm_and_its_running_statistics(xla, shape, training):
     expected, found = ({**norm.state_dict(), "gradient": norm.weight.grad} for norm in norms)
     for name, value in expected.items():
         torch.testing.assert_close(found[name].cpu(), value, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("bounds", [slice(-8, None), slice(None, -8), slice(-8, 2), slice(-9, None, 2), slice(3, 100)])
-def test_bounds_beyond_the_first_element(xla, bounds):
-    """XLNet keeps the last `mem_len` states of fewer."""
-
-    def cut(send):
-        values = send(torch.arange(20.0).reshape(5, 4)).requires_grad_()
-        written = values.clone()
-        written[:, bounds] += values[:, bounds]
-        return [values[bounds], written, *torch.autograd.grad(written.square().sum(), [values])]
-
-    for found, right in zip(cut(lambda tensor: tensor.to(xla.device)), cut(torch.clone), strict=True):
-        assert torch.equal(found.cpu(), right)

@@ -1,4 +1,4 @@
-"""Operators that torch_xla would run on the host, in terms of those that it compiles, and three that it refuses or computes wrongly."""
+"""Operators that torch_xla would run on the host, in terms of those that it compiles, and two that it computes wrongly."""
 
 import warnings
 from collections.abc import Sequence
@@ -26,13 +26,10 @@ def register_operators() -> Library:
     # Of autograd: it is made of another operator, which has a gradient. Without autograd, upstream's own is left.
     library.impl("batch_norm", _batch_norm, "AutogradXLA")
     cumsum = partial(_cumsum, torch.library.get_kernel("aten::cumsum", "XLA"))
-    # Of autograd, too: its gradient and writes to it have the same bounds.
-    slice_tensor = partial(_slice, torch.library.get_kernel("aten::slice.Tensor", "AutogradXLA"))
     with warnings.catch_warnings():
         # PyTorch warns of a second implementation.
         warnings.simplefilter("ignore", UserWarning)
         library.impl("cumsum", cumsum, "XLA", with_keyset=True, allow_override=True)
-        library.impl("slice.Tensor", slice_tensor, "AutogradXLA", with_keyset=True, allow_override=True)
     return library
 
 
@@ -43,20 +40,6 @@ def _cumsum(
     if dtype is None and not values.is_floating_point() and not values.is_complex():
         dtype = torch.int64
     return kernel.call_boxed(keys, values, dim, dtype=dtype)
-
-
-def _slice(
-    kernel: Any,
-    keys: torch.DispatchKeySet,
-    values: Tensor,
-    dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
-    step: int = 1,
-) -> Tensor:
-    """torch_xla refuses bounds before the first element, as of the last 512 of 32 in XLNet's memory. PyTorch begins there."""
-    bounds = (None if bound is None else max(bound, -values.shape[dim]) for bound in (start, end))
-    return kernel.call_boxed(keys, values, dim, *bounds, step)
 
 
 def _batch_norm(
