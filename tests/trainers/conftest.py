@@ -6,6 +6,8 @@ import os
 import random
 import re
 import sys
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -44,10 +46,16 @@ def wide_model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("wide"), hidden_size=64, intermediate_size=128, num_hidden_layers=3)
 
 
+@cache
 def make_rows(count, seed=0, longest=40):
     rng = random.Random(seed)
     words = ["".join(rng.choice("abcdefgh ") for _ in range(rng.randint(2, longest // 2))) for _ in range(2 * count)]
     return Dataset.from_list([{"prompt": p, "completion": c} for p, c in zip(words[::2], words[1::2], strict=True)])
+
+
+@cache
+def _load_model(directory):
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
 
 _prepare = SFTTrainer._prepare_dataset
@@ -105,7 +113,7 @@ class Runs:
 
     def trainer(self, cls, config, model=None, lora=None, **kwargs):
         if model is None:
-            model = AutoModelForCausalLM.from_pretrained(self.model_dir, dtype=torch.float32)
+            model = deepcopy(_load_model(self.model_dir))
         kwargs = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset, **kwargs}
         peft_config = None if lora is None else LoraConfig(task_type="CAUSAL_LM", **{**LORA, **lora})
         with pytest.MonkeyPatch.context() as patch:
