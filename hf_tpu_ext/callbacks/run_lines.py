@@ -105,7 +105,7 @@ class RunLines(TrainerCallback):
             tqdm.write(
                 f"Trained {count(steps, 'step')}: {describe_compiles(spent)}, "
                 f"{count(spent.executions, 'execution')} ({spent.replays} replayed), "
-                f"{count(spent.reads, 'device-to-host transfer')} ({strays} by other code), "
+                f"{count(spent.reads, 'device-to-host transfer')} ({strays} outside this package), "
                 f"{count(spent.fallbacks, 'CPU fallback')} (including evaluation, logs and checkpoints)"
             )
         if (cache := self._backend.cache_use()) is not None:

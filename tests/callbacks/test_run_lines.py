@@ -41,7 +41,7 @@ class _Traces(CPUBackend):
     [
         (
             Counters(compiles=2, compile_seconds=3.0, executions=4),
-            "4 steps: 2 graphs compiled in 3.0 s, 4 executions (0 replayed), 0 device-to-host transfers (0 by other code)",
+            "4 steps: 2 graphs compiled in 3.0 s, 4 executions (0 replayed), 0 device-to-host transfers (0 outside this package)",
         ),
         (
             Counters(loads=2, compile_seconds=0.5, executions=4),

@@ -138,7 +138,7 @@ def test_a_number_of_ones_own_loss_is_kept_by_a_buffer_in_replayed_steps(classif
     assert len({log["loss"] for log in logs}) == len(logs) > 4
     assert [float(log["my_loss"]) for log in logs] == pytest.approx([log["loss"] for log in logs], rel=1e-6)
     text = capsys.readouterr().out
-    assert "(0 by other code)" in text and "(0 replayed)" not in text
+    assert "(0 outside this package)" in text and "(0 replayed)" not in text
 
 
 def test_buckets(classify, stock, same_logs):
