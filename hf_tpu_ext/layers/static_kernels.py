@@ -4,7 +4,7 @@ nobody reads. The same numbers by programs of static shape; tests/models/familie
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, update_wrapper
 from types import MethodType
 from typing import Any, NamedTuple
@@ -180,6 +180,21 @@ def _xlm(module: nn.Module, input_ids: Tensor | None = None, attention_mask: Ten
     return type(module).forward(module, input_ids, attention_mask, **kwargs)
 
 
+def _xlnet(
+    module: nn.Module,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    mems: Sequence[Tensor] | None = None,
+    inputs_embeds: Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Of its states it keeps the last `mem_len`, a slice that torch_xla refuses where there are fewer."""
+    length = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
+    states = min(length, module.reuse_len or length) + (mems[0].shape[0] if mems else 0)
+    with temporarily(module, mem_len=module.mem_len and min(module.mem_len, states)):
+        return type(module).forward(module, input_ids, attention_mask, mems, inputs_embeds=inputs_embeds, **kwargs)
+
+
 def _qwen4_indexer(
     module: nn.Module,
     hidden_states: Tensor,
@@ -248,4 +263,5 @@ _FORWARDS: dict[str, Callable] = {
     "T5Gemma2TextScaledWordEmbedding": _with_whole_writes,
     "UMT5ForSequenceClassification": _by_last_end,
     "XLMModel": _xlm,
+    "XLNetModel": _xlnet,
 }

@@ -18,7 +18,7 @@ from ..backends.insight import Listing, SourceLine
 from ..errors import UserError
 from ..formatting import count_each, format_size
 from .recompile_cause import Cause, Dependencies, cause_of, compare_dependencies, compare_operations, count_differences
-from .source_lines import describe_line, own_line
+from .source_lines import OF_MODELS, describe_line, explain_library, library_line, own_line, package_of
 
 
 logger = logging.get_logger(__name__)
@@ -134,6 +134,9 @@ class ProgramWatch:
         self._compiles = backend.compiles()
         self._compare = 0
         self._cut: SourceLine | None = None
+        # The last line of a model's library that ended a program within a step, and the one that was told of.
+        self._library_cut: SourceLine | None = None
+        self._told_cut: SourceLine | None = None
         # Whether all compilations have ended. Where operators are programs, the runtime compiles them while Python goes on.
         self._is_settled = True
         #: Optimizer step under way, from 1; `None` outside of training.
@@ -246,12 +249,15 @@ class ProgramWatch:
             self._note_other(frames, seconds)
 
     def _note_other(self, frames: Sequence[SourceLine], seconds: float) -> None:
-        line = own_line(frames)
+        line, in_step = own_line(frames), any(frame.function == "training_step" for frame in frames)
         if line is None:
+            library = library_line(frames) if in_step else None
+            if library is not None and package_of(library.file) in OF_MODELS:
+                self._library_cut = library
             # A log, the first state of the optimizer, samples: what a run does once or at every log.
             self._note_event("other graph", (), None, seconds)
             return
-        if any(frame.function == "training_step" for frame in frames):
+        if in_step:
             self._cut = line
         place = describe_line(line)
         history = self._others.setdefault(place, _ProgramHistory())
@@ -290,6 +296,10 @@ class ProgramWatch:
                 f"{describe_line(cut)} cuts the graph within the step",
                 "Remove device-to-host syncs, print and torch_xla.sync from the step.",
             )
+        self._told_cut = self._told_cut or self._library_cut
+        if cause is not None and cause.of_list and (line := self._told_cut) is not None:
+            words = f"tensors in `{cause.of_list}` have other shapes, and {describe_line(line)} reads within the step"
+            return Cause(words, explain_library(package_of(line.file)))
         # Where a program that was not listed was compiled in between, this one is compared with one of an earlier step, and later ones
         # say nothing about that.
         when = "" if history.open_event is None else f" at step {history.step}"

@@ -14,10 +14,14 @@ from .source_lines import describe_line, package_of
 
 @dataclass(frozen=True)
 class Cause:
-    """Cause of a recompilation: what has changed, from what to what, and a sentence on what to do about it."""
+    """
+    Cause of a recompilation: what has changed, from what to what, and a sentence on what to do about it. `of_list` is the key of a batch
+    whose value is a list with a tensor of another shape, which models of detection do not take padded.
+    """
 
     what: str
     advice: str
+    of_list: str = ""
 
 
 #: What a program depends on besides what Python may read: `"batch"` is what [`~hf_tpu_ext.backends.compiled_function.describe_batch`] says,
@@ -65,7 +69,8 @@ def _compare_batches(before: Mapping[str, Hashable], after: Mapping[str, Hashabl
     old, new = before[key], after[key]
     if isinstance(old, ShapeAndDtype) and isinstance(new, ShapeAndDtype) and old.dtype == new.dtype:
         words = f"`{key}` was {tuple(old.shape)}, is {tuple(new.shape)} ({source})"
-        return Cause(words, f"Pad `{key}` to one shape in the data collator.")
+        name, bracket, _ = key.partition("[")
+        return Cause(words, f"Pad `{key}` to one shape in the data collator.", name if bracket else "")
     if isinstance(old, ShapeAndDtype) or isinstance(new, ShapeAndDtype):
         words = [dtype_name(one.dtype) if isinstance(one, ShapeAndDtype) else f"the value {one}" for one in (old, new)]
         return Cause(f"`{key}` was {words[0]}, is {words[1]} ({source})", "Yield one dtype in every batch.")

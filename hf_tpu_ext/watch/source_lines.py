@@ -17,6 +17,8 @@ PACKAGES = {
     for name in ("accelerate", "datasets", "hf_tpu_ext", "peft", "torch", "torch_xla", "transformers", "trl")
     if (spec := find_spec(name)) is not None and spec.origin is not None
 }
+#: Of these, the packages whose own code models compute with.
+OF_MODELS = ("peft", "transformers", "trl")
 # Code without a file, other than that of a shell or a notebook.
 _GENERATED = ("<frozen", "<string>", "<eval_with_key>")
 _NOTEBOOK = re.compile(r"ipykernel_\d+|ipython-input")
@@ -52,6 +54,11 @@ def own_line(frames: Iterable[SourceLine]) -> SourceLine | None:
 def library_line(frames: Iterable[SourceLine]) -> SourceLine | None:
     """The first line of calls, innermost first, that is neither PyTorch's nor Python's."""
     return next((frame for frame in frames if package_of(frame.file) not in ("torch", "torch_xla", "python")), None)
+
+
+def explain_library(package: str) -> str:
+    """What to say to the user of a package whose own code reads the device within a step."""
+    return f"It is code of {package} that needs values on the host: on CUDA and the CPU, no program ends there."
 
 
 def current_frames() -> Iterable[SourceLine]:

@@ -13,7 +13,15 @@ from transformers.utils import logging
 from ..backends.base import Backend
 from ..backends.insight import Insight
 from .compilations import ProgramWatch
-from .source_lines import current_frames, describe_line, library_line, own_line, package_of
+from .source_lines import (
+    OF_MODELS,
+    current_frames,
+    describe_line,
+    explain_library,
+    library_line,
+    own_line,
+    package_of,
+)
 
 
 logger = logging.get_logger(__name__)
@@ -40,12 +48,14 @@ _HAND_ON = (torch.overrides.__file__, torch._tensor.__file__, torch.nn.parameter
 class Read:
     """
     A place that reads the device, or that runs an operator on the host: what does it, as it is written; its line and, if that is
-    a library's, the user's that calls it, empty where none is known; whether it is within a step, whose program ends there, or in
-    `on_log` or the trainer's `log`; and the operator that ran on the host, empty for a plain read.
+    a library's, the user's that calls it, empty where none is known; the package of a model's code that does it, empty for other code;
+    whether it is within a step, whose program ends there, or in `on_log` or the trainer's `log`; and the operator that ran on the
+    host, empty for a plain read.
     """
 
     what: str = ""
     place: str = ""
+    library: str = ""
     in_step: bool = False
     in_log: bool = False
     operator: str = ""
@@ -83,11 +93,14 @@ class ReadFinder(TorchFunctionMode):
             if line is not None and package_of(line.file) == "hf_tpu_ext":
                 return
             reads = line
-        place = "" if line is None else describe_line(line)
+        place, package = "" if line is None else describe_line(line), package_of(reads.file)
+        # Operators of a backward pass have no line: that of the call is the same for all of them.
+        in_backward = bool(operators) and func is torch.Tensor.backward
         self.reads_by_place[
             Read(
                 what=_AS_WRITTEN.get(func.__name__, f".{func.__name__}()"),
-                place=place if reads == line else f"{describe_line(reads)}, called at {place}",
+                place="" if in_backward else place if reads == line else f"{describe_line(reads)}, called at {place}",
+                library=package if package in OF_MODELS else "",
                 in_step=any(frame.function == "training_step" for frame in frames),
                 in_log=any(frame.function in ("on_log", "log") for frame in frames),
                 operator=operators[0] if operators else "",
@@ -205,7 +218,7 @@ class SyncMonitor(TrainerCallback):
 def _describe(read: Read) -> str:
     place = f" [{read.place}]" if read.place else ""
     if read.operator:
-        return f"CPU fallback of `{read.operator}`{place}"
+        return f"CPU fallback of `{read.operator}`{place or ' in the backward pass'}"
     if not read.what:
         return "a device-to-host sync without a PyTorch call from Python"
     within = " within the step" if read.in_step else ""
@@ -214,15 +227,19 @@ def _describe(read: Read) -> str:
 
 def _advise(read: Read) -> str:
     if read.operator:
-        return (
-            "XLA has no lowering for it: its inputs are fetched and its outputs sent back at each step. Use another "
-            "operator, or move it to the data collator."
-        )
+        if read.operator.endswith("_backward"):
+            advice = (
+                f"It is the gradient of `{read.operator.removesuffix('_backward')}`, wherever the model computes that."
+            )
+        elif read.library:
+            advice = f"It is code of {read.library}; CUDA and the CPU have the operator."
+        else:
+            advice = "Use another operator, or move it to the data collator."
+        return f"torch_xla has no program for it here: its inputs are fetched and its outputs sent back at each step. {advice}"
     if read.in_step:
-        return (
-            "The host waits, and the device computes its inputs twice: keep it a tensor, and use torch.where instead of "
-            "a branch."
-        )
+        own = ": keep it a tensor, and use torch.where instead of a branch."
+        advice = f". {explain_library(read.library)}" if read.library else own
+        return f"The host waits, and the device computes its inputs twice{advice}"
     if read.in_log:
         return "The host waits for each: fetch all that you log in one transfer, with trainer.backend.fetch({name: tensor})."
     return "The host waits for the device: fetch it in on_log, in one transfer, with trainer.backend.fetch."

@@ -14,6 +14,8 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    XLNetConfig,
+    XLNetModel,
 )
 from transformers.integrations.moe import ExpertsInterface
 
@@ -165,3 +167,25 @@ def test_experts_compile_once_for_any_routing(moe_dir, xla):
     spent = xla.counters() - before
     assert (spent.compiles, spent.reads, spent.fallbacks) == (1, 0, 0)
     torch.testing.assert_close(xla.fetch(logits), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("reuse_len", [None, 3])
+@pytest.mark.parametrize("mem_len", [None, 0, 4, 6, 512])
+def test_memory_of_xlnet(xla, mem_len, reuse_len):
+    """It may be longer than the rows so far."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=16, d_model=8, n_layer=2, n_head=2, d_inner=8)
+    model = XLNetModel(XLNetConfig(**sizes, mem_len=mem_len, reuse_len=reuse_len)).eval()
+    ids = torch.randint(3, 16, (2, 5))
+
+    @torch.no_grad()
+    def outputs(send):
+        first = model(send(ids), use_mems=True)
+        second = model(inputs_embeds=model.word_embedding(send(ids)), mems=first.mems, use_mems=True)
+        return [first.last_hidden_state, second.last_hidden_state, *first.mems, *second.mems]
+
+    expected = outputs(torch.clone)
+    use_static_code(model)
+    xla.place(model)
+    torch.testing.assert_close(xla.fetch(outputs(xla.send)), expected, rtol=1e-5, atol=1e-5)
+    assert model.mem_len == mem_len

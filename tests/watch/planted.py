@@ -80,6 +80,7 @@ def train_tiny(
     eval_dataset=None,
     optimizer=None,
     start=True,
+    model=None,
     **config,
 ):
     """Trains eight steps, unless it is told not to start, and returns the trainer."""
@@ -97,7 +98,7 @@ def train_tiny(
         **config,
     }
     trainer = cls(
-        Tiny(),
+        model or Tiny(),
         TPUTrainingArguments(str(output_dir), **config),
         data_collator=collator,
         train_dataset=train_dataset,

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from planted import causes, collate_then, line_of
-from transformers import TrainerCallback
+from transformers import TrainerCallback, YolosConfig, YolosForObjectDetection
 
 from hf_tpu_ext import TPUTrainer
 
@@ -117,6 +117,52 @@ def test_an_operator_on_the_host(train, lines):
     train(Falls)
     (line,) = lines()
     assert f"CPU fallback of `aten::histc` [{line_of(Falls, 'histc')}], 2 times in 2 steps" in line
+
+
+def test_an_operator_on_the_host_in_the_backward_pass(train, lines):
+    """It has no line: that of the call is accelerate's, for all of them."""
+
+    class Falls(TPUTrainer):
+        def compute_loss(self, model, *args, **kwargs):
+            loss = super().compute_loss(model, *args, **kwargs)
+            image = model.head.weight[:8, :8][None, None]
+            return loss + torch.nn.functional.interpolate(image, size=(16, 16), mode="bilinear").mean()
+
+    train(Falls)
+    (line,) = lines()
+    operator = "aten::upsample_bilinear2d"
+    assert f"CPU fallback of `{operator}_backward` in the backward pass, 2 times in 2 steps" in line
+    assert line.endswith(f"It is the gradient of `{operator}`, wherever the model computes that.")
+
+
+def test_a_model_of_a_library_that_reads(train, lines):
+    """YOLOS matches boxes with labels on the host, and their numbers are those of the images."""
+    sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, num_labels=3)
+    sizes |= dict(image_size=[16, 16], patch_size=8, num_detection_tokens=4)
+    model = YolosForObjectDetection(YolosConfig(**sizes))
+    rows = [
+        {
+            "pixel_values": torch.ones(3, 16, 16),
+            "class_labels": torch.ones(n, dtype=torch.int64),
+            "boxes": torch.ones(n, 4) / 2,
+        }
+        for n in (1, 2, 3) * 8
+    ]
+
+    def collate(rows):
+        labels = [{key: row[key] for key in ("class_labels", "boxes")} for row in rows]
+        return {"pixel_values": torch.stack([row["pixel_values"] for row in rows]), "labels": labels}
+
+    train(collator=collate, model=model, train_dataset=rows, remove_unused_columns=False, max_steps=4, logging_steps=2)
+    place, explained = (
+        r"transformers/loss/loss_for_object_detection.py:\d+",
+        "It is code of transformers that needs values on the host",
+    )
+    again = [line for line in lines() if "recompilation of the training step" in line]
+    cause = rf": tensors in `labels` have other shapes, and {place} reads within the step\. {explained}"
+    assert again and all(re.search(cause, line) for line in again)
+    (copied,) = (line for line in lines() if "`.cpu()`" in line)
+    assert re.search(rf"`.cpu\(\)` syncs device to host within the step \[{place}\].* {explained}", copied)
 
 
 def test_nothing_is_watched_after_an_error(train):
