@@ -36,7 +36,7 @@ class LayerStack(CalledLayers):
         backend ([`Backend`]): The backend in use.
         rematerialization (`str`):
             What the backward pass computes again: `"full"`, whole layers; `"dots"`, the same but for matrix products
-            with weights; `"none"`, nothing, and no loop either: the layers are unrolled.
+            with weights; `"none"`, nothing, and no loop either: layers that get gradients are unrolled.
         by_rows (`bool`, *optional*, defaults to `False`):
             Whether layers compute each row by itself, so that they can go through [`RowBlocks`].
         patterns (`Sequence[Pattern]`, *optional*):
@@ -151,10 +151,11 @@ class LayerStack(CalledLayers):
         most = max(len(template.numbers) for template in self._templates)
         indices = self._backend.send([torch.tensor([index]) for index in range(most)])
         for template in self._templates:
-            template.layer.gradient_checkpointing = template.checkpoints
             layers = [self._layers[number] for number in template.numbers]
             for layer in layers:
                 layer.train(template.layer.training)
+                # Of all: it may be an attribute of the class alone, and layers with other attributes are not alike.
+                layer.gradient_checkpointing = template.checkpoints
             for name, stacked_name in zip(template.names, template.stacked_names, strict=True):
                 whole, parts = self.tensors[stacked_name], self._parts[stacked_name]
                 for index, layer, part in zip(indices, layers, parts, strict=False):
@@ -185,7 +186,7 @@ class LayerStack(CalledLayers):
         # By type: upstream has renamed the argument, in transformers 5.24, and a cache inside a loop crashes torch_xla.
         cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
         is_prompt = isinstance(cache, StaticKeyValueCache) and cache.index is None
-        if not is_prompt and (cache is not None or self._rematerialization == "none"):
+        if not is_prompt and (cache is not None or (self._rematerialization == "none" and torch.is_grad_enabled())):
             # Of tokens after a prompt, each layer has its own place in the cache, which a loop would copy at every iteration.
             return self._call_unrolled(number, hidden, args, kwargs, has_cache=cache is not None)
         return self._loop_of[number].call_layer(number, hidden, args, kwargs, cache if is_prompt else None)

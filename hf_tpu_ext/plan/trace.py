@@ -296,4 +296,5 @@ def _from_pretrained(
             quantizer.preprocess_model(model, dtype=dtype, device_map=None)
         model.hf_quantizer = quantizer
         quantizer.postprocess_model(model)
-    return model
+    # As upstream's leaves it, and a reference stays.
+    return model.eval()

@@ -105,7 +105,7 @@ class ExtensionArguments:
         default="auto",
         metadata={
             "help": "Scan over layers that repeat, one by one or in a pattern, on XLA: compilation takes as long for 28 layers as "
-            "for 4. Without gradient_checkpointing layers are unrolled, and only their parameters stacked. 'auto' is on from 8 "
+            "for 4. Without gradient_checkpointing steps unroll layers, and only stack their parameters. 'auto' is on from 8 "
             "layers on, unless user code may look at layers at every step.",
             "choices": ["auto", "on", "off"],
         },

@@ -205,6 +205,7 @@ class TPUTrainerMixin(
                 self.backend.processes.together("training"),
                 self.stopping_when_told(),
                 self.models_as_run(),
+                self.layers.forward_loops(self.other_models()),
                 self.copies.real(
                     [self, *self.callback_handler.callbacks],
                     [self.compute_metrics, self.preprocess_logits_for_metrics, self.compute_loss_func],

@@ -410,6 +410,6 @@ def test_a_layer_in_two_parameter_groups_and_hidden_states_are_no_loop(runs, mak
 
     trainer = runs.ours(make(), train=False, config_cls=TPUSFTConfig, scan_layers="on")
     optimizer = LazyAdamW(by_layer(trainer.model), trainer.backend, lr=1e-3)
-    assert "in several parameter groups" in trainer.layers._find_patterns(optimizer)
+    assert "in several parameter groups" in trainer.layers._find_patterns(trainer.model, optimizer)
     trainer.model.config.output_hidden_states = True
-    assert "output_hidden_states=True" in trainer.layers._find_patterns(optimizer)
+    assert "output_hidden_states=True" in trainer.layers._find_patterns(trainer.model, optimizer)

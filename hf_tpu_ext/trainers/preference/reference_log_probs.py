@@ -23,6 +23,7 @@ from ...backends.processes import bytes_of
 from ...callbacks.run_lines import describe_compiles
 from ...data.static_shapes import count_rows
 from ...formatting import count
+from ...layers.random_numbers import RandomNumbers
 from ..checks.upstream import upstream_names
 
 
@@ -119,7 +120,13 @@ class ReferenceLogProbsMixin:
         model = self.ref_model or self.model
 
         def compute(data: dict[str, dict[Hashable, Tensor]]) -> tuple[Tensor | None, ...]:
-            with self.by_length.override_rope(), self.compute_loss_context_manager(), self.models_compiled():
+            with (
+                # Those of layers that are in training, of which each iteration of a loop draws its own.
+                RandomNumbers(data["numbers"]["seed"]),
+                self.by_length.override_rope(),
+                self.compute_loss_context_manager(),
+                self.models_compiled(),
+            ):
                 log_probs = self.compute_ref_log_probs(model, self.by_length.take(data["batch"]))
                 self.by_length.forget()
             return log_probs
@@ -134,6 +141,7 @@ class ReferenceLogProbsMixin:
             ) as bar,
             self.frozen_in_bfloat16(),
             self.chips.split_activations(self.model),
+            self.layers.forward_loops([model]),
         ):
             compiled = self.programs.compile(compute, [model], _METHODS, training=model.training)
             for start, path in missing.items():
@@ -152,7 +160,8 @@ class ReferenceLogProbsMixin:
             self.check_ranges(batch)
             data = {**batch, **self.data_by_length(batch)}
             with self.copies.not_made():
-                log_probs.append(compute(self._send_rows(data, count_rows(batch)), run))
+                seed = {"seed": self.seeds.beside(len(log_probs))}
+                log_probs.append(compute(self._send_rows(data, count_rows(batch), seed), run))
             bar.update(min(rows, len(part) - rows * (len(log_probs) - 1)))
         host_log_probs = self.backend.fetch(log_probs)
         columns = {

@@ -49,8 +49,9 @@ class CompiledLayers:
         if layers is not None and not self.undo:
             parent, name = layers
             self.undo = [self._backend.compile_module(layer) for layer in getattr(parent, name)]
+        words = "layer is compiled" if len(self.undo) == 1 else f"{len(self.undo)} layers are compiled one by one"
         logger.warning(
-            f"The {len(self.undo)} layers are compiled one by one, and the rest is run by operators: {reason}."
+            f"The {words}, and the rest is run by operators: {reason}."
             if self.undo
             else f"Steps are run by operators: {reason}, and the model has no list of layers."
         )

@@ -212,7 +212,8 @@ class CompiledEvaluation:
         self._counts_last_in_full = self.gather_function == self.accelerator.gather
         together = self.backend.processes.together("evaluation")
         same_weights = self.model_generate.from_same_weights() if self.backend.static_shapes else nullcontext()
-        with together, self.models_as_run(), self.averaging.in_evaluation(), same_weights:
+        as_loops = self.layers.forward_loops([self.model, *self.other_models()], self.averaging.in_evaluation())
+        with together, self.models_as_run(), as_loops, same_weights:
             if not self.backend.metrics_on_device:
                 return super().evaluation_loop(dataloader, *arguments)
             if loss_only:

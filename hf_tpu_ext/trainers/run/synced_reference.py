@@ -57,7 +57,8 @@ class SyncedReferenceMixin:
         super()._save_rng_state(output_dir)
         if self._synced_reference is None or not (self.args.should_save or self._is_for_first_host):
             return
-        weights = self.backend.fetch(dict(self._synced_reference.named_parameters()))
+        with self.layers.one_by_one():
+            weights = self.backend.fetch(dict(self._synced_reference.named_parameters()))
         if self.args.should_save:
             weights = {name: weight.detach().contiguous() for name, weight in weights.items()}
             save_file(weights, Path(output_dir) / _REFERENCE_FILE)

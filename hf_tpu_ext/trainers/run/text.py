@@ -19,6 +19,7 @@ from ...backends.compiled_function import CompiledFunction
 from ...errors import UserError
 from ...generation import Generated, Generator, TextRequest
 from ...generation.sampling import count_until_end, find_ends
+from ...layers.layer_scan import LayerStack
 from ...temporarily import temporarily
 
 
@@ -67,7 +68,10 @@ class TextGeneration:
         lengths = self._lengths or [max(map(len, prompts))]
         # A run adds the end of its tokenizer to the model's own settings, and so may the caller.
         settings = unwrap_peft_model(self._model).generation_config.to_json_string()
-        key, generators = (self, self._model, *lengths, settings), self._programs.of_run
+        # What decodes knows where the weights of layers are.
+        is_loop = any(isinstance(module, LayerStack) for module in self._model.modules())
+        key = (self, self._model, is_loop, *lengths, settings)
+        generators = self._programs.of_run
         with trainer.models_as_run(), trainer.autocast(), trainer.chips.tokens_stay_on_chips():
             if key not in generators:
                 generators[key] = Generator(

@@ -88,7 +88,7 @@ class TrainingSteps(TrainerCallback):
         self._trainer.begin_batches()
         with self._layers.in_place():
             self._rematerialize_layers()
-        with self._layers.as_a_loop():
+        with self._layers.as_loops():
             self._begin_run()
 
     def _begin_run(self) -> None:
