@@ -1,6 +1,7 @@
 """Models that transformers has quantized by bitsandbytes, on devices that bitsandbytes does not know."""
 
 import logging
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -50,6 +51,21 @@ def pack_linear_layers(model: nn.Module, backend: Backend) -> None:
         logger.warning(
             f"{num_unpacked} quantized linear layers are kept unpacked on the device, with the same numbers: their in_features "
             "are no multiple of the block of bitsandbytes (64)."
+        )
+
+
+def keep_gradients_on_cpu(model: nn.Module) -> Iterator[str]:
+    """
+    Keep the linear layers of a model, which is quantized to 4 bits and trained on the CPU, from evaluating by a kernel of AVX-512, and say
+    so in a line. bitsandbytes 0.50 packs their weights for it, and it has no gradient, so that steps after an evaluation learn less.
+    """
+    layers = [module for module in model.modules() if vars(module).get("support_avx512bf16_for_cpu")]
+    for layer in layers:
+        layer.support_avx512bf16_for_cpu = False
+    if layers:
+        yield (
+            f"{len(layers)} linear layers of 4 bits do not evaluate by bitsandbytes' kernel for the CPU: training steps after that would have "
+            "no gradients through them"
         )
 
 

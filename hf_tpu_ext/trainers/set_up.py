@@ -24,7 +24,7 @@ from ..errors import UserError
 from ..layers.attention import static_masks
 from ..layers.frozen_weights import FrozenWeights
 from ..layers.random_numbers import RandomSeeds
-from ..quantization.bitsandbytes import check_method, find_config
+from ..quantization.bitsandbytes import check_method, find_config, keep_gradients_on_cpu
 from ..sharding.plan import place_model
 from ..step.host_io import save_from_host
 from ..step.metrics import LossLog
@@ -143,6 +143,8 @@ class SetUpMixin:
         self._follows_optimizer = arguments.arguments.get("optimizers", (None,))[0] is not None
         super().__init__(**arguments.arguments)
         self.compiled.changes += absent_modules_of_adapter(self.model)
+        if self.backend.name == "cpu":
+            self.compiled.changes += keep_gradients_on_cpu(self.model)
         self.agreement.take_random_state()
         self._arrange_metrics()
         if self.backend.traces_steps:

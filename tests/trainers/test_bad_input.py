@@ -1,12 +1,13 @@
 """What cannot work is refused with the fix, before anything is compiled; and the caller's arguments are not touched."""
 
 import copy
+import json
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, load_dataset
 from peft import LoraConfig, get_peft_model
 from refusals import refused
 from torch import nn
@@ -277,9 +278,18 @@ def test_all_rows_with_mistakes_are_named(runs):
     words = [
         "Rows 2, 5 of train_dataset (the first is row 0): a message has the role 'asistant'",
         "Also rows 3, 4: there is nothing to train on, 'messages' is None; row 1: message 1 of 'messages' has no content",
+        "Row 2 begins {'messages': [{",
         "Correct this in the file, or, in Python, leave such rows out with dataset.filter.",
     ]
     refused(words, lambda: runs.ours(train=False, kwargs={"train_dataset": dataset}))
+
+
+def test_a_text_in_place_of_messages_is_named(runs, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"messages": value}) + "\n" for value in (MESSAGES, "Hello", MESSAGES)))
+    dataset = load_dataset("json", data_files=str(file), split="train", cache_dir=str(tmp_path))
+    words = ["Row 1 of the train dataset", "'messages' is 'Hello', expected a list of messages"]
+    refused(words, lambda: runs.ours(train=False, kwargs={"train_dataset": dataset}, assistant_only_loss=True))
 
 
 def test_half_of_prompt_and_completion_is_not_enough(runs):

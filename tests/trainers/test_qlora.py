@@ -75,6 +75,13 @@ def test_losses_are_those_of_bitsandbytes_on_the_eager_cpu(quantized, settings, 
     assert losses(ours)[2] - losses(ours)[-1] > 0.1
 
 
+def test_an_evaluation_on_the_cpu_leaves_gradients_as_they_are(quantized):
+    """bitsandbytes would pack weights for a kernel without gradients, on a CPU that has AVX-512 for bfloat16."""
+    more = dict(lora=LORA, max_steps=3, use_cpu=True, logging_steps=1)
+    plain, evaluated = (quantized.ours(**more, eval_on_start=on) for on in (False, True))
+    assert losses(evaluated) == losses(plain)
+
+
 @pytest.mark.slow
 def test_dpo_has_the_numbers_of_bitsandbytes(quantized, tmp_path):
     """The reference is the base without the adapter. A loss is of sums over tokens, in which bfloat16 adapters add up."""

@@ -204,7 +204,7 @@ def test_all_rows_are_named(xla, models, tiny_model, tmp_path):
         "Rows 1, 2, 3 and 27 more of the train dataset (the first is row 0): message 1 of 'messages' has no role",
         "Also row 31: 'messages' is an empty list",
         "; row 33: message 0 of 'messages' has the role 'narrator of 0'",
-        "; and 28 rows more. Correct",
+        "; and 28 rows more. Row 1 begins",
     ]
     check("sft", words, rows, "refuses", models, tiny_model, tmp_path)
 

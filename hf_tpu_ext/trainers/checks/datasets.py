@@ -91,7 +91,7 @@ def check_dataset(dataset, name: str, args: SFTConfig, has_formatting_func: bool
         if problems:
             # Behind what is surely wrong, what may be, for it not to take another start.
             others = unusual_rows(dataset, conversations)
-            raise refusal_of_rows(name, dict(sorted(problems.items())) | others | problems)
+            raise refusal_of_rows(dataset, name, dict(sorted(problems.items())) | others | problems)
 
 
 def _rows_of_mistyped_roles(dataset: datasets.Dataset, column: str) -> dict[int, tuple[str, str]]:

@@ -29,7 +29,7 @@ def check_preferences(dataset, name: str, trainer: str) -> None:
         return
     problems = {index: problem for index, row in enumerate(_rows(dataset, columns)) if (problem := _problem(row))}
     if problems:
-        raise refusal_of_rows(name, problems)
+        raise refusal_of_rows(dataset, name, problems)
 
 
 def find_columns(dataset, name: str, trainer: str) -> list[str]:

@@ -22,11 +22,12 @@ _MESSAGE = "{'role': 'user', 'content': 'some text'}"
 _MESSAGES = f"a list of messages such as {_MESSAGE}"
 
 
-def refusal_of_rows(name: str, problems: Mapping[int, tuple[str, str]], end: str = "") -> UserError:
+def refusal_of_rows(dataset: Any, name: str, problems: Mapping[int, tuple[str, str]], end: str = "") -> UserError:
     """
-    The error that says what is wrong with rows of a dataset.
+    The error that says what is wrong with rows of a dataset. The first is quoted: after a split, its number is not that of its file.
 
     Args:
+        dataset (`Any`): The dataset.
         name (`str`): What to call the dataset.
         problems (`Mapping[int, tuple[str, str]]`):
             What is wrong, and an expression that is true of a `row` of which it is not, or `""`, by the number of the row.
@@ -40,9 +41,12 @@ def refusal_of_rows(name: str, problems: Mapping[int, tuple[str, str]], end: str
     if rest := sum(len(rows) for _, rows in others[_MOST_NAMED:]):
         also += f"; and {count(rest, 'row')} more"
     row_filter = f"dataset.filter(lambda row: {keep})" if keep else "dataset.filter"
+    quote = ""
+    if isinstance(dataset, datasets.Dataset):
+        quote = f" Row {rows[0]} begins {format_value(dataset.with_format(None)[rows[0]])}."
     return UserError(
-        f"{name_rows(rows).capitalize()} of {name} (the first is row 0): {problem}.{f' Also {also}.' if also else ''} Correct this in the "
-        f"file, or, in Python, leave such rows out with {row_filter}.{end}"
+        f"{name_rows(rows).capitalize()} of {name} (the first is row 0): {problem}.{f' Also {also}.' if also else ''}{quote} Correct this in "
+        f"the file, or, in Python, leave such rows out with {row_filter}.{end}"
     )
 
 
@@ -86,7 +90,7 @@ def naming_rows(
                 problems = dict.fromkeys(_rows_that_fail(dataset, prepare), refused)
             if problems:
                 raise refusal_of_rows(
-                    name, problems, end=f" Upstream says {type(error).__name__}: {reason}"
+                    dataset, name, problems, end=f" Upstream says {type(error).__name__}: {reason}"
                 ) from error
         raise
 
@@ -137,7 +141,9 @@ def _find_bad_rows(
             continue
         # After so many refusals, what is new is taken for one more: each try takes a part of a second.
         if len(refused) < _MOST_TRIED and not any(kinds <= unusual.keys() for kinds in refused):
-            if not _fails(dataset, [index], prepare):
+            # Alone, a row with a text in place of messages is left out, and does not fail.
+            has_text = any((column, str) in unusual for column in _CONVERSATIONS)
+            if not has_text and not _fails(dataset, [index], prepare):
                 accepted |= unusual.keys()
                 continue
             refused.append(unusual.keys())
@@ -177,11 +183,13 @@ def _fails(dataset: datasets.Dataset, rows: Sequence[int], prepare: Callable[[da
 
 def _unusual_in(column: str, value: Any) -> Iterator[tuple[tuple, str]]:
     """Whatever is not a string in a value, each by its kind, with what was found and what is allowed."""
-    if isinstance(value, str):
+    if isinstance(value, str) and column not in _CONVERSATIONS:
         return
     if not isinstance(value, list) or column not in TEXT_OR_MESSAGES:
         expectation = "a string"
-        if column in TEXT_OR_MESSAGES:
+        if column in _CONVERSATIONS:
+            expectation = _MESSAGES
+        elif column in TEXT_OR_MESSAGES:
             expectation += (
                 f" or {_MESSAGES}, one of both in all rows (where a file has both, datasets reads the strings as JSON)"
             )

@@ -318,6 +318,10 @@ class StatusMixin:
         return super()._finalize_training(trial, num_train_samples, start_time)
 
     def log(self, logs, start_time=None) -> None:
+        tensors = {name: value for name, value in logs.items() if isinstance(value, torch.Tensor)}
+        if tensors:
+            # A number of the user's own loss: a checkpoint cannot hold it as a tensor.
+            logs.update({name: value.tolist() for name, value in self.backend.fetch(tensors).items()})
         measurements = {}
         if self.status is not None:
             measurements = self.status.take_speed() if "loss" in logs else {}
