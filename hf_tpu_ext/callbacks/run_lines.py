@@ -117,8 +117,10 @@ class RunLines(TrainerCallback):
             if best is None:
                 tqdm.write(f"Evaluation loss: {first:.4f} -> {last:.4f} (steps {first_step} to {last_step})")
             else:
+                metric = args.metric_for_best_model
+                by_metric = "" if metric in (None, "loss", "eval_loss") else f", the best by {metric}"
                 tqdm.write(
-                    f"Evaluation loss: {first:.4f} -> {best:.4f} at step {state.best_global_step}, whose weights are loaded "
+                    f"Evaluation loss: {first:.4f} -> {best:.4f} at step {state.best_global_step}{by_metric}, whose weights are loaded "
                     f"(at the last step {last:.4f})"
                 )
         tqdm.write(f"Output: {os.path.abspath(args.output_dir)}")

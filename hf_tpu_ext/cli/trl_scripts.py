@@ -80,6 +80,10 @@ class TRLScript:
         is_relative = model_args.use_peft and not os.path.isabs(base) and os.path.isdir(base)
         where = "from this directory, where its base is," if is_relative else "anywhere"
         print(f"Load it {where} with {loader}.from_pretrained({training_args.output_dir!r}{labels})")
+        if model_args.use_peft and (model_args.load_in_4bit or model_args.load_in_8bit):
+            print(
+                "With the quantization_config of the run: without it, its base is not the rounded one that it was trained on"
+            )
         merge = " --merge" if model_args.use_peft else ""
         if vars(training_args).get("qat_weight_dtype") is not None:
             print(f"It is not rounded there. Round it: hf-tpu export {training_args.output_dir}{merge} --quantize")

@@ -56,10 +56,14 @@ def pack_linear_layers(model: nn.Module, backend: Backend) -> None:
 
 def keep_gradients_on_cpu(model: nn.Module) -> Iterator[str]:
     """
-    Keep the linear layers of a model, which is quantized to 4 bits and trained on the CPU, from evaluating by a kernel of AVX-512, and say
+    Keep the linear layers of a model that are on the CPU and quantized to 4 bits from evaluating by a kernel of AVX-512, and say
     so in a line. bitsandbytes 0.50 packs their weights for it, and it has no gradient, so that steps after an evaluation learn less.
     """
-    layers = [module for module in model.modules() if vars(module).get("support_avx512bf16_for_cpu")]
+    layers = [
+        module
+        for module in model.modules()
+        if vars(module).get("support_avx512bf16_for_cpu") and module.weight.device.type == "cpu"
+    ]
     for layer in layers:
         layer.support_avx512bf16_for_cpu = False
     if layers:

@@ -143,7 +143,7 @@ class SetUpMixin:
         self._follows_optimizer = arguments.arguments.get("optimizers", (None,))[0] is not None
         super().__init__(**arguments.arguments)
         self.compiled.changes += absent_modules_of_adapter(self.model)
-        if self.backend.name == "cpu":
+        if not self.backend.unknown_upstream:
             self.compiled.changes += keep_gradients_on_cpu(self.model)
         self.agreement.take_random_state()
         self._arrange_metrics()

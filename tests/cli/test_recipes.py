@@ -75,8 +75,10 @@ def test_recipe(recipe, tiny_of, tmp_path, monkeypatch, capsys):
         assert main(["cache-teacher", *argv]) == 0
     assert main([command_of(recipe), *argv, "--output_dir", str(tmp_path)]) == 0
     check_run(tmp_path, sees=recipe.stem.startswith("sft_vlm"))
+    printed = "".join(capsys.readouterr())
     # It would be of the tiny data.
-    assert "of the tokens computed are padding" not in "".join(capsys.readouterr())
+    assert "of the tokens computed are padding" not in printed
+    assert ("not the rounded one that it was trained on" in printed) == (recipe.stem == "sft_qlora_qwen2")
     assert {name: getattr(trl, name) for name in upstream} == upstream
 
 

@@ -96,8 +96,8 @@ def precomputed(trainer):
     "kind, run, config",
     [
         ("sft", evaluated, {}),
-        ("sft", evaluated, {"rematerialization": "none"}),
-        ("sft", predicted, {}),
+        pytest.param("sft", evaluated, {"rematerialization": "none"}, marks=pytest.mark.slow),
+        pytest.param("sft", predicted, {}, marks=pytest.mark.slow),
         ("teacher", trained, {}),
         ("dpo", trained, {}),
         ("dpo", precomputed, {"precompute_ref_log_probs": True}),

@@ -13,6 +13,7 @@ import torch
 import torch_xla.core.xla_model as xm
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from ...formatting import count
 from ..base import Backend
 from ..compiled_function import (
     DRAWS_ON_HOST,
@@ -218,8 +219,8 @@ class Trace:
         others = graphs.count_pending(self._backend.device) - sum(is_computed)
         if others:
             raise CannotReplay(
-                f"{others} tensors are computed in a step that are not part of the training state, for example by a hook "
-                "or a callback that keeps an activation"
+                f"{count(others, 'tensor')} of a step {'is' if others == 1 else 'are'} not part of the training state, for example one that "
+                "a hook, a callback or an attribute of the trainer keeps: a buffer of the model can keep it"
             )
         places = list(compress(range(len(tensors)), is_computed))
         old_buffers = [self._buffers[place] if place < size else None for place in places]
