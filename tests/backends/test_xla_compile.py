@@ -228,7 +228,7 @@ def read(total, number):
     ("function", "says"),
     [
         (draw, "draws random numbers by an operator that follows from no seed"),
-        (keep, "1 tensors are computed"),
+        (keep, "1 tensor of a step is not part of the training state"),
         (draw_on_host, "draws random numbers on the host"),
         (read, "device-to-host sync"),
         (lambda total, number: accumulate(total, number) or torch.ones(3), "a result is on the host"),
