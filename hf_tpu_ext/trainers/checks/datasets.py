@@ -12,14 +12,12 @@ from trl import SFTConfig
 
 from ...errors import UserError
 from ...vision.collator import IMAGE_COLUMNS
-from .rows import name_rows, refusal_of_rows, unusual_rows
+from .rows import refusal_of_rows, unusual_rows
 
 
 _NEEDED = "'messages', 'prompt' and 'completion', 'conversations', 'input_ids'"
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _COLUMNS = ("messages", "prompt", "completion", "conversations", "input_ids")
-# Rows that are looked at together.
-_ROWS = 10_000
 
 
 def named_datasets(owner: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,50 +138,6 @@ def _nulls(values: pa.ChunkedArray) -> int:
     """How many values are missing, and in lists of numbers also of those."""
     is_numbers = pa.types.is_list(values.type) and pa.types.is_integer(values.type.value_type)
     return values.null_count + (pc.list_flatten(values).null_count if is_numbers else 0)
-
-
-def describe_empty_answers(dataset: datasets.Dataset, name: str) -> list[str]:
-    """A line on the rows of the `name` dataset in which the assistant says nothing, which upstream trains on; none if there are none."""
-    names = {*dataset.column_names}
-    columns = {"completion"} if "prompt" in names else {"messages", "conversations"}
-    rows: list[int] = []
-    for column in columns & names if "input_ids" not in names else ():
-        start = 0
-        for table in dataset.with_format("arrow", columns=[column]).iter(_ROWS):
-            rows += [start + row for row in _empty_answers(table[column].combine_chunks())]
-            start += len(table)
-    if not rows:
-        return []
-    return [
-        f"{len(rows):,} of {len(dataset):,} rows of the {name} dataset have an empty answer ({name_rows(rows)}; the first is row 0), from "
-        "which a model learns to answer nothing. Correct this in the file, or, in Python, leave such rows out with dataset.filter"
-    ]
-
-
-def _empty_answers(values: pa.Array) -> list[int]:
-    """The rows, of a column of text or of messages, that have an answer without a character other than spaces."""
-    if _is_text(values):
-        return pc.indices_nonzero(_is_blank(values)).to_pylist()
-    if not pa.types.is_list(values.type) or not pa.types.is_struct(values.type.value_type):
-        return []
-    messages = pc.list_flatten(values)
-    fields = dict(zip(messages.type.names, messages.flatten(), strict=True))
-    role, content = (fields.get(key, fields.get(other)) for key, other in (("role", "from"), ("content", "value")))
-    if role is None or content is None or not _is_text(role) or not _is_text(content):
-        return []
-    is_empty = pc.and_(pc.is_in(role, pa.array(["assistant", "gpt"], role.type)), _is_blank(content))
-    if (calls := fields.get("tool_calls")) is not None:
-        has_calls = pc.greater(pc.list_value_length(calls), 0) if pa.types.is_list(calls.type) else calls.is_valid()
-        is_empty = pc.and_not(is_empty, pc.fill_null(has_calls, False))
-    return pc.unique(pc.list_parent_indices(values).filter(is_empty)).to_pylist()
-
-
-def _is_text(values: pa.Array) -> bool:
-    return pa.types.is_string(values.type) or pa.types.is_large_string(values.type)
-
-
-def _is_blank(texts: pa.Array) -> pa.Array:
-    return pc.fill_null(pc.or_(pc.equal(texts, ""), pc.utf8_is_space(texts)), True)
 
 
 def check_columns_are_text(dataset, name: str, trainer: str) -> None:

@@ -18,6 +18,8 @@ _ROLES = ("system", "user", "assistant", "tool")
 _MOST_NAMED = 3
 # How many rows with different problems are prepared by themselves.
 _MOST_TRIED = 20
+# How many rows are looked at for what may be wrong, and up to how many a dataset is searched for more than one that fails.
+_MOST_ROWS = 10_000
 _MESSAGE = "{'role': 'user', 'content': 'some text'}"
 _MESSAGES = f"a list of messages such as {_MESSAGE}"
 
@@ -112,7 +114,7 @@ def unusual_rows(dataset: datasets.Dataset, columns: Sequence[str]) -> dict[int,
     which many templates take, are left out.
     """
     found = {}
-    for index, row in enumerate(_read(dataset.select(range(min(len(dataset), 10_000))), columns)):
+    for index, row in enumerate(_read(dataset.select(range(min(len(dataset), _MOST_ROWS))), columns)):
         for column in row:
             for kind, problem in _unusual_in(column, row[column]):
                 if "content" not in kind or not (kind[-1] or list in kind):
@@ -157,7 +159,7 @@ def _rows_that_fail(dataset: datasets.Dataset, prepare: Callable[[datasets.Datas
     the first and the last fail too.
     """
     found: list[int] = []
-    most = _MOST_NAMED + 1 if len(dataset) <= 10_000 else 1
+    most = _MOST_NAMED + 1 if len(dataset) <= _MOST_ROWS else 1
 
     def look_at(rows: range) -> None:
         if len(found) == most or not _fails(dataset, rows, prepare):

@@ -21,9 +21,9 @@ from ...callbacks.samples import ShowSamples
 from ...data.packing import PackedCollator
 from ...errors import UserError
 from ..checkpoint.saving import UPSTREAM_METRICS
-from ..checks.datasets import check_dataset, describe_empty_answers, named_datasets
+from ..checks.datasets import check_dataset, named_datasets
 from ..checks.families import why_not_packed
-from ..checks.lost_rows import describe_lost
+from ..checks.lost_rows import describe_empty_answers, describe_lost
 from ..checks.rows import TEXT_OR_MESSAGES, naming_rows
 from ..checks.upstream import upstream_names
 from ..configs import ExtensionArguments, TPUSFTConfig
