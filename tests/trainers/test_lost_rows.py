@@ -107,6 +107,34 @@ def test_empty_answers(runs, rows, blank):
         )
 
 
+NAMED = [{"from": "user", "value": "a"}, {"from": "assistant", "value": "b"}]
+OF_GPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ({"conversations": [OF_GPT, OF_GPT]}, "2 of 3 rows of the train dataset have answers of another role"),
+        ({"messages": [[ASKED, SAID], [ASKED, SAID, ASKED]]}, "1 of 3 rows of the train dataset end with a message"),
+        ({"prompt": [[ASKED]] * 2, "completion": [[SAID], [ASKED]]}, "1 of 3 rows of the train dataset end with a"),
+    ],
+    ids=["roles", "a question", "a completion"],
+)
+def test_answers_that_are_none(runs, rows, words):
+    """Upstream trains on them."""
+    dataset = Dataset.from_dict(rows)
+    good = dataset.select([0]) if "conversations" not in rows else Dataset.from_dict({"conversations": [NAMED]})
+    trainer = runs.ours(
+        train=False,
+        max_length=64,
+        kwargs={"train_dataset": concatenate_datasets([good, dataset]), "eval_dataset": None},
+    )
+    (line,) = [line for line in trainer.compiled.changes if "rows of" in line]
+    assert line.startswith(words) and ("rows 1, 2" if "conversations" in rows else "row 2") in line
+    trainer = runs.ours(train=False, max_length=64, kwargs={"train_dataset": good, "eval_dataset": None})
+    assert not any("rows of" in line for line in trainer.compiled.changes)
+
+
 def test_rows_without_a_label_are_left_out(runs):
     rows = Dataset.from_dict({"input_ids": [[5, 6, 7]] * 3, "labels": [[5, 6, 7], [-100] * 3, [5, 6, 7]]})
     trainer = runs.ours(train=False, max_length=3, kwargs={"train_dataset": rows, "eval_dataset": None})
@@ -139,7 +167,7 @@ def test_what_is_said_when(runs, texts, capsys, caplog):
     trainer = runs.ours(train=False, max_length=MAX_LENGTH, max_steps=1, use_cpu=True, kwargs=data)
     assert "rows of the train dataset" not in capsys.readouterr().out
     trainer.train()
-    (line,) = lines_of(trainer)
+    (line,) = [line for line in trainer.compiled.changes if "rows of" in line]
     assert f"  {line}\n" in capsys.readouterr().out
     assert line in trainer.describe_run(trainer.args, None)["facts"]["changes"]
     logging.getLogger("hf_tpu_ext").propagate = True

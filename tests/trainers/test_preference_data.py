@@ -50,6 +50,11 @@ def rows(row, **changed):
         ("kto", rows(LABELLED, completion=""), ["Row 4 of train_dataset", "'completion' is empty"]),
         ("kto", rows({**PAIR, "rejected": "b"}), ["Rows 0, 1, 2 and 2 more of train_dataset", "are the same"]),
         ("dpo", rows(PAIR).select([]), ["train_dataset is empty"]),
+        (
+            "dpo",
+            rows({"chosen": [{"from": "gpt", "value": "b"}], "rejected": [{"from": "gpt", "value": "c"}]}),
+            ["'chosen' in train_dataset have the keys 'from' and 'value'", "dataset.map(trl.maybe_convert_to_chatml)"],
+        ),
     ],
 )
 def test_row(xla, tmp_path, kind, data, words):

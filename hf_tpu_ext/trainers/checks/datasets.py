@@ -17,6 +17,7 @@ from .rows import refusal_of_rows, unusual_rows
 
 _NEEDED = "'messages', 'prompt' and 'completion', 'conversations', 'input_ids'"
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+_OF_MESSAGES = ("messages", "prompt", "completion", "chosen", "rejected")
 _COLUMNS = ("messages", "prompt", "completion", "conversations", "input_ids")
 
 
@@ -38,10 +39,11 @@ def has_images(dataset) -> bool:
     return not set(IMAGE_COLUMNS).isdisjoint(columns)
 
 
-def check_has_rows(dataset, name: str) -> list[str]:
+def check_rows(dataset, name: str) -> list[str]:
     """
-    Check that a dataset has rows (`ValueError`). Of a stream, the first row is read. Returns its columns; none for a
-    dataset of another type, which is left to upstream. Messages call it `name`, see [`named_datasets`].
+    Check that a dataset has rows, and that its messages have the keys that upstream reads (`ValueError`). Of a stream, the first
+    row is read. Returns its columns; none for a dataset of another type, which is left to upstream. Errors call it `name`, see
+    [`named_datasets`].
     """
     if isinstance(dataset, datasets.Dataset):
         columns, is_empty = dataset.column_names, len(dataset) == 0
@@ -52,6 +54,19 @@ def check_has_rows(dataset, name: str) -> list[str]:
         return []
     if is_empty:
         raise UserError(f"{name} is empty: it has no rows. Check the split and the filters that made it.")
+    for column, feature in (dataset.features or {}).items():
+        keys = feature.feature if isinstance(feature, datasets.List) else None
+        if (
+            column in _OF_MESSAGES
+            and isinstance(keys, dict)
+            and {"from", "value"} <= keys.keys()
+            and "role" not in keys
+        ):
+            raise UserError(
+                f"The messages of {column!r} in {name} have the keys 'from' and 'value', which upstream takes in a column 'conversations' of "
+                "SFT alone. Call them 'role' and 'content' in the file, and the roles 'user' and 'assistant'; in Python, "
+                "dataset.map(trl.maybe_convert_to_chatml) renames the keys."
+            )
     return columns
 
 
@@ -67,7 +82,7 @@ def check_rows_left(dataset, name: str, args: TrainingArguments) -> None:
 
 def check_dataset(dataset, name: str, args: SFTConfig, has_formatting_func: bool) -> None:
     """Check that a dataset has rows and the columns that supervised fine-tuning needs (`ValueError`)."""
-    columns = check_has_rows(dataset, name)
+    columns = check_rows(dataset, name)
     skips_preparation = (args.dataset_kwargs or {}).get("skip_prepare_dataset", False)
     if not columns or has_formatting_func or skips_preparation or set(IMAGE_COLUMNS) & set(columns):
         return

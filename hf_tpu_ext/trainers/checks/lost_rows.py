@@ -1,4 +1,6 @@
-"""What upstream does not say of the rows of a dataset that it prepares: what `max_length` takes from them, and which say nothing."""
+"""What upstream does not say of the rows of a dataset that it prepares: what `max_length` takes from them, and which teach no answer."""
+
+from collections.abc import Iterator
 
 import datasets
 import numpy as np
@@ -12,6 +14,16 @@ from .rows import name_rows
 
 # Columns of tokens, each of which is a sequence, behind the prompt if there are `prompt_ids`.
 _SEQUENCES = ("input_ids", "chosen_ids", "rejected_ids", "completion_ids")
+# Columns that end with an answer.
+_ANSWERS = {"completion", "messages", "conversations", "chosen", "rejected"}
+# Names of the assistant in data from elsewhere.
+_SHAREGPT = ["gpt", "bot", "chatgpt"]
+_EMPTY = "have an empty answer ({rows}; the first is row 0), from which a model learns to answer nothing"
+_ROLES_OF_SHAREGPT = (
+    "have answers of another role than 'assistant', such as 'gpt' ({rows}), which chat templates write as it is: whoever generates asks for "
+    "an answer of 'assistant'"
+)
+_QUESTION = "end with a message that is not the assistant's ({rows}), so that no answer follows"
 # Rows that are read together.
 _ROWS = 10_000
 
@@ -57,21 +69,24 @@ def describe_left_out(rows: int, left: int, name: str, why: str) -> list[str]:
     return [f"{rows - left:,} of {rows:,} rows of the {name} dataset are left out: {why}"] if left < rows else []
 
 
-def describe_empty_answers(dataset: datasets.Dataset, name: str) -> list[str]:
-    """A line on the rows of the `name` dataset in which the assistant says nothing, which upstream trains on; none if there are none."""
+def describe_answers(dataset: datasets.Dataset, name: str) -> list[str]:
+    """
+    Lines on the rows of the `name` dataset whose answers upstream trains on and nobody wants: an empty one, roles that no template
+    generates for, or a conversation that ends with a question.
+    """
     names = {*dataset.column_names}
-    columns = {"completion"} if "prompt" in names else {"messages", "conversations"}
-    rows: list[int] = []
-    for column in columns & names if "input_ids" not in names else ():
+    rows_of: dict[str, set[int]] = {}
+    for column in _ANSWERS & names if "input_ids" not in names else ():
         start = 0
         for table in dataset.with_format("arrow", columns=[column]).iter(_ROWS):
-            rows += [start + row for row in _empty_answers(table[column].combine_chunks())]
+            for problem, rows in _problems(table[column].combine_chunks()):
+                rows_of.setdefault(problem, set()).update(start + row for row in rows)
             start += len(table)
-    if not rows:
-        return []
     return [
-        f"{len(rows):,} of {len(dataset):,} rows of the {name} dataset have an empty answer ({name_rows(rows)}; the first is row 0), from "
-        "which a model learns to answer nothing. Correct this in the file, or, in Python, leave such rows out with dataset.filter"
+        f"{len(rows):,} of {len(dataset):,} rows of the {name} dataset {problem.format(rows=name_rows(sorted(rows)))}. Correct this in the "
+        "file, or, in Python, leave such rows out with dataset.filter"
+        for problem, rows in rows_of.items()
+        if rows
     ]
 
 
@@ -86,22 +101,29 @@ def _sequence_lengths(dataset: datasets.Dataset) -> np.ndarray:
     return np.concatenate(parts, 1)
 
 
-def _empty_answers(values: pa.Array) -> list[int]:
-    """The rows, of a column of text or of messages, that have an answer without a character other than spaces."""
+def _problems(values: pa.Array) -> Iterator[tuple[str, list[int]]]:
+    """What is odd in a column of text or of messages, with `{rows}` to be filled in, and the numbers of the rows."""
     if _is_text(values):
-        return pc.indices_nonzero(_is_blank(values)).to_pylist()
+        yield _EMPTY, pc.indices_nonzero(_is_blank(values)).to_pylist()
+        return
     if not pa.types.is_list(values.type) or not pa.types.is_struct(values.type.value_type):
-        return []
-    messages = pc.list_flatten(values)
+        return
+    messages, rows = pc.list_flatten(values), pc.list_parent_indices(values)
     fields = dict(zip(messages.type.names, messages.flatten(), strict=True))
     role, content = (fields.get(key, fields.get(other)) for key, other in (("role", "from"), ("content", "value")))
     if role is None or content is None or not _is_text(role) or not _is_text(content):
-        return []
-    is_empty = pc.and_(pc.is_in(role, pa.array(["assistant", "gpt"], role.type)), _is_blank(content))
-    if (calls := fields.get("tool_calls")) is not None:
-        has_calls = pc.greater(pc.list_value_length(calls), 0) if pa.types.is_list(calls.type) else calls.is_valid()
-        is_empty = pc.and_not(is_empty, pc.fill_null(has_calls, False))
-    return pc.unique(pc.list_parent_indices(values).filter(is_empty)).to_pylist()
+        return
+    calls = pa.scalar(False)
+    if (column := fields.get("tool_calls")) is not None:
+        calls = pc.greater(pc.list_value_length(column), 0) if pa.types.is_list(column.type) else column.is_valid()
+    is_answer = pc.is_in(role, pa.array(["assistant", *_SHAREGPT], role.type))
+    is_empty = pc.and_not(pc.and_(is_answer, _is_blank(content)), pc.fill_null(calls, False))
+    yield _EMPTY, pc.unique(rows.filter(is_empty)).to_pylist()
+    yield _ROLES_OF_SHAREGPT, pc.unique(rows.filter(pc.is_in(role, pa.array(_SHAREGPT, role.type)))).to_pylist()
+    numbers = rows.to_numpy()
+    is_last = np.append(numbers[1:] != numbers[:-1], True)[: len(numbers)]
+    is_question = pc.is_in(role, pa.array(["system", "user", "human"], role.type)).to_numpy(zero_copy_only=False)
+    yield _QUESTION, numbers[is_last & is_question].tolist()
 
 
 def _is_text(values: pa.Array) -> bool:

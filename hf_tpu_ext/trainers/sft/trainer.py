@@ -23,7 +23,7 @@ from ...errors import UserError
 from ..checkpoint.saving import UPSTREAM_METRICS
 from ..checks.datasets import check_dataset, named_datasets
 from ..checks.families import why_not_packed
-from ..checks.lost_rows import describe_empty_answers, describe_lost
+from ..checks.lost_rows import describe_answers, describe_lost
 from ..checks.rows import TEXT_OR_MESSAGES, naming_rows
 from ..checks.upstream import upstream_names
 from ..configs import ExtensionArguments, TPUSFTConfig
@@ -99,8 +99,8 @@ class TPUSFTTrainer(DistillationMixin, QuantizationMixin, TPUTrainerMixin, SFTTr
                 # Without a column that upstream keeps, no row is left to go on from.
                 return whole
             prepared = prepare(whole, processing_class, args, packing, None, dataset_name)
-        empty_answers = describe_empty_answers(dataset, dataset_name) if columns else []
-        self.tell_of_rows(empty_answers + describe_lost(whole, prepared, dataset_name, args, packing))
+        of_answers = describe_answers(dataset, dataset_name) if columns else []
+        self.tell_of_rows(of_answers + describe_lost(whole, prepared, dataset_name, args, packing))
         return prepared
 
     def _finish_set_up(self) -> None:
