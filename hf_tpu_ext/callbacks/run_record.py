@@ -151,7 +151,11 @@ class RunRecord(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         self._write_programs(state.global_step)
         cache = self._backend.cache_use()
-        self._write("end", step=state.global_step, cache=cache and asdict(cache), **self._totals())
+        # Upstream has loaded them by now.
+        best = {}
+        if args.load_best_model_at_end and state.best_global_step is not None:
+            best = {"best_step": state.best_global_step, "best_by": args.metric_for_best_model}
+        self._write("end", step=state.global_step, cache=cache and asdict(cache), **best, **self._totals())
         self._end(args.output_dir)
 
     def _end(self, output_dir: str) -> None:

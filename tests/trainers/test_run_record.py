@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import AdaLoraConfig, LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 import hf_tpu_ext
 from hf_tpu_ext import TPUSFTConfig
@@ -180,6 +180,18 @@ class ExplainLater(TrainerCallback):
         if state.global_step == 3:
             events = self.trainer.watch.events
             events[-1] = replace(events[-1], cause="a planted cause")
+
+
+def test_which_weights_were_loaded_at_the_end(runs):
+    config = dict(CONFIG, load_best_model_at_end=True, eval_strategy="steps", save_strategy="steps", max_steps=2)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(runs.model_dir))
+    model.config.name_or_path = ""
+    trainer = runs.ours(model=model, use_cpu=True, eval_steps=1, save_steps=1, **config)
+    report = (runs.output_dir / "report.md").read_text()
+    step = trainer.state.best_global_step
+    assert f"The weights of step {step}, the best by loss, were loaded at the end" in report
+    # The model was made of a config, without a name.
+    assert "- Qwen3ForCausalLM: " in report
 
 
 def test_a_cause_that_is_found_later(runs):

@@ -20,6 +20,7 @@ _MOST_NAMED = 3
 _MOST_TRIED = 20
 # How many rows are looked at for what may be wrong, and up to how many a dataset is searched for more than one that fails.
 _MOST_ROWS = 10_000
+_NO_ANSWER = "has no message of the role 'assistant', on which alone assistant_only_loss=True trains"
 _MESSAGE = "{'role': 'user', 'content': 'some text'}"
 _MESSAGES = f"a list of messages such as {_MESSAGE}"
 
@@ -91,9 +92,10 @@ def naming_rows(
                 refused = ("refused by the tokenizer or the chat template", "")
                 problems = dict.fromkeys(_rows_that_fail(dataset, prepare), refused)
             if problems:
-                raise refusal_of_rows(
-                    dataset, name, problems, end=f" Upstream says {type(error).__name__}: {reason}"
-                ) from error
+                # Of a row without an answer, upstream says that the template has no marks.
+                is_known = all(problem.endswith(_NO_ANSWER) for problem, _ in problems.values())
+                end = "" if is_known else f" Upstream says {type(error).__name__}: {reason}"
+                raise refusal_of_rows(dataset, name, problems, end) from error
         raise
 
 
@@ -136,8 +138,7 @@ def _find_bad_rows(
         unusual = {kind: problem for column in row for kind, problem in _unusual_in(column, row[column])}
         for column in {*_CONVERSATIONS} & {*row} if needs_answer and not unusual else ():
             if "assistant" not in map(_role_of, row[column]):
-                problem = f"{column!r} has no message of the role 'assistant', on which alone assistant_only_loss=True trains"
-                unusual[column, "no answer"] = problem
+                unusual[column, "no answer"] = f"{column!r} {_NO_ANSWER}"
         unusual = {kind: problem for kind, problem in unusual.items() if kind not in accepted}
         if not unusual:
             continue

@@ -166,10 +166,11 @@ class RolloutMixin(RolloutCheckpoints):
                 "tokenizer: processing_class=AutoTokenizer.from_pretrained(...)."
             )
         prompts = self.generation_rows // self.num_generations
+        times = "once" if self.num_iterations == 1 else f"{self.num_iterations} times"
         self.compiled.changes.append(
             f"a generation is {prompts} prompt{'s' * (prompts > 1)} (padded to {' or '.join(map(str, self.lengths))} tokens) x {self.num_generations} "
-            f"completion{'s' * (self.num_generations > 1)} of up to {self.max_completion_length} tokens, trained on "
-            f"{self.num_iterations} x in {self.generation_batches} batch{'es' * (self.generation_batches > 1)}"
+            f"completion{'s' * (self.num_generations > 1)} of up to {self.max_completion_length} tokens, in "
+            f"{self.generation_batches} batch{'es, each' * (self.generation_batches > 1)} trained on {times}"
         )
         check_generation_config(self.generation_config)
         self._text = TextGeneration(self, self.generation_config, self.lengths)

@@ -239,7 +239,8 @@ class StatusMixin:
             "arguments": config | adapter | own_code,
             "changed": sorted([*adapter, *own_code, *(name for name in _changed_fields(args) if name in config)]),
             "model": {
-                "name": model.config.name_or_path if isinstance(model, PreTrainedModel) else type(model).__name__,
+                # A model that was made of a config has no name.
+                "name": (isinstance(model, PreTrainedModel) and model.config.name_or_path) or type(model).__name__,
                 "parameters": parameters,
                 "trained": num_trained,
             },
