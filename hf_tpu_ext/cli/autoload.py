@@ -13,7 +13,8 @@ from ..yes_no import NO, YES
 
 
 _SWITCH = "HF_TPU_EXT"
-_RECIPES = "the recipe's env says"
+# What a stock `trl` that was asked for tells its child, in whose environment it puts what the recipe says.
+_STOCK = "_HF_TPU_EXT_STOCK"
 
 
 def autoload() -> None:
@@ -42,7 +43,7 @@ def act() -> None:
 
     `trl` is replaced if `HF_TPU_EXT` is `1` in the environment or under the recipe's `env:` key, which counts more,
     or if it is set nowhere and the recipe would be trained on a TPU. `HF_TPU_EXT=0` in the environment switches all of this
-    off. Of a value that means neither, a line says so.
+    off, whatever the recipe says. Of a value that means neither, a line says so.
     """
     from ..backends.detect import remember_pjrt_device, skip_metadata_query
     from .swap import replace_trainers
@@ -51,7 +52,9 @@ def act() -> None:
     skip_metadata_query()
     switch = os.environ.get(_SWITCH, "").lower()
     _check(switch, "the environment")
-    if switch in NO:
+    if switch in NO and _is_trl_training(sys.argv):
+        os.environ[_STOCK] = "1"
+    if switch in NO or _STOCK in os.environ:
         return
     if not _is_trl_training(sys.argv):
         if switch in YES:
@@ -61,9 +64,7 @@ def act() -> None:
     if reason is None:
         return
     command = f"trl {sys.argv[1]}"
-    # The recipe counts more than the environment.
-    off = f"{_SWITCH}: 0 there" if reason.startswith(_RECIPES) else f"{_SWITCH}=0"
-    print(f"`{command}` is run by hf_tpu_ext, because {reason}; {off} runs the stock command.", file=sys.stderr)
+    print(f"`{command}` is run by hf_tpu_ext, because {reason}; {_SWITCH}=0 runs the stock command.", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     # Without -P, `-m` would put the working directory on the module path, which the `trl` command does not.
@@ -101,7 +102,7 @@ def _reason_to_replace(switch: str, argv: list[str]) -> str | None:
     if in_recipe in NO:
         return None
     if in_recipe in YES:
-        return f"{_RECIPES} {_SWITCH}: {in_recipe}"
+        return f"the recipe's env says {_SWITCH}: {in_recipe}"
     if switch in YES:
         return f"{_SWITCH}={switch} is set"
     if recipe.uses_cpu or not would_use_tpu(recipe.get("backend"), os.environ | recipe.env):

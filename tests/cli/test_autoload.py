@@ -139,6 +139,18 @@ def test_a_value_that_means_nothing_is_told(value, tmp_path, monkeypatch, capsys
     assert capsys.readouterr().err == f"hf_tpu_ext: HF_TPU_EXT={value.lower()!r} in the environment {allowed}\n"
 
 
+def test_the_child_of_a_stock_command_is_stock(monkeypatch):
+    """In whose environment `trl` puts what the recipe says."""
+    monkeypatch.setenv("_HF_TPU_EXT_STOCK", "")
+    monkeypatch.delenv("_HF_TPU_EXT_STOCK")
+    finders = list(sys.meta_path)
+    for switch, argv in (("0", ["trl", "sft", "--config", "recipe.yaml"]), ("1", ["trl/scripts/sft.py"])):
+        monkeypatch.setenv("HF_TPU_EXT", switch)
+        monkeypatch.setattr(sys, "argv", argv)
+        autoload.act()
+    assert sys.meta_path == finders
+
+
 @pytest.mark.slow
 def test_variable_of_the_process_switches_off(tmp_path):
     recipe = tmp_path / "recipe.yaml"
@@ -156,7 +168,7 @@ def test_stock_command_with_an_unknown_key(tmp_path):
     result = trl("sft", "--config", str(recipe))
     assert result.returncode == 2
     assert f"unknown key 'lerning_rate' in {recipe}. Did you mean 'learning_rate'?" in result.stderr
-    assert "because the recipe's env says HF_TPU_EXT: 1; HF_TPU_EXT: 0 there runs the stock command." in result.stderr
+    assert "because the recipe's env says HF_TPU_EXT: 1; HF_TPU_EXT=0 runs the stock command." in result.stderr
     assert "Traceback" not in result.stderr
 
 
