@@ -32,7 +32,7 @@ from ..step.optimizer import LazyAdamW, check_optimizer, follow_placed, place_lo
 from ..step.running_code import is_known
 from ..temporarily import temporarily
 from .checks.adaptations import ADAMW_NAMES, FULL_STATE_NAMES
-from .checks.answers import Place
+from .checks.field_answers import Place
 from .checks.fields import adapt
 from .checks.followed import FollowedArguments
 from .checks.settings import (

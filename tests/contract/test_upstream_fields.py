@@ -20,7 +20,7 @@ from trl import (
     SFTConfig,
 )
 
-from hf_tpu_ext.trainers.checks.answers import Place, default_of
+from hf_tpu_ext.trainers.checks.field_answers import Place, default_of
 from hf_tpu_ext.trainers.checks.fields import FIELDS, LOSSES, WITHOUT_EFFECT, adapt
 
 

@@ -11,7 +11,7 @@ import pytest
 from hf_tpu_ext.backends import select_backend, selection
 from hf_tpu_ext.backends.selection import prepare_processes
 from hf_tpu_ext.backends.torch_tpu.backend import TorchTPUBackend
-from hf_tpu_ext.trainers.checks.answers import Place
+from hf_tpu_ext.trainers.checks.field_answers import Place
 from hf_tpu_ext.trainers.checks.fields import adapt
 
 

@@ -18,7 +18,7 @@ from transformers.training_args import ParallelMode
 from trl import RewardConfig, SFTConfig, SFTTrainer
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
-from hf_tpu_ext.trainers.checks.answers import Place, split_by
+from hf_tpu_ext.trainers.checks.field_answers import Place, split_by
 from hf_tpu_ext.trainers.checks.fields import adapt
 from hf_tpu_ext.trainers.checks.settings import check_architecture, check_processes, check_recipe
 

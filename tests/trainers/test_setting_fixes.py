@@ -12,7 +12,7 @@ from trl import DPOConfig, KTOConfig
 from hf_tpu_ext import TPUGRPOConfig, TPUSFTConfig, TPUTrainingArguments, trainers
 from hf_tpu_ext.data.buckets import percentile_buckets, validate_buckets
 from hf_tpu_ext.sharding.mesh import resolve_mesh
-from hf_tpu_ext.trainers.checks.answers import Place, split_by
+from hf_tpu_ext.trainers.checks.field_answers import Place, split_by
 from hf_tpu_ext.trainers.checks.fields import LOSSES, adapt
 from hf_tpu_ext.trainers.checks.settings import check_processes
 from hf_tpu_ext.trainers.checks.upstream import overrides_loss

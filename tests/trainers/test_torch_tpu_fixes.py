@@ -7,7 +7,7 @@ import torch
 from fixes import assert_fixes, refusal
 
 from hf_tpu_ext import TPUSFTConfig
-from hf_tpu_ext.trainers.checks.answers import Place
+from hf_tpu_ext.trainers.checks.field_answers import Place
 from hf_tpu_ext.trainers.checks.fields import adapt
 from hf_tpu_ext.trainers.run.batches import BatchesMixin
 from hf_tpu_ext.trainers.run.eager_steps import check_split

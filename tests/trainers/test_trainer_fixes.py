@@ -24,8 +24,8 @@ from hf_tpu_ext.errors import UserError
 from hf_tpu_ext.quantization.fake_quantized import QUANTIZATION_FILE, TrainedFor
 from hf_tpu_ext.trainers.checkpoint.base_record import BASE_FILE, find_differences
 from hf_tpu_ext.trainers.checkpoint.lookup import find_checkpoint
-from hf_tpu_ext.trainers.checks.answers import Place
 from hf_tpu_ext.trainers.checks.datasets import check_columns_are_text, check_dataset
+from hf_tpu_ext.trainers.checks.field_answers import Place
 from hf_tpu_ext.trainers.checks.fields import adapt
 from hf_tpu_ext.trainers.checks.preferences import check_preferences
 from hf_tpu_ext.trainers.checks.settings import absent_modules_of_adapter, check_adapter, check_architecture

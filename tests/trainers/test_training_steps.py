@@ -1,8 +1,11 @@
 """One object begins and ends each step, and everybody else finds it ended."""
 
 import pytest
+import torch
 from transformers import TrainerCallback
 from trl import SFTTrainer
+
+from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
 
 
 class ReadsAtTheEnd(TrainerCallback):
@@ -148,3 +151,32 @@ def test_gradients_between_micro_steps_are_the_users_to_change(runs, same_logs, 
             for trainer in trainers
         )
         assert ours == pytest.approx(theirs, rel=1e-4) and min(ours) > 0
+
+
+class Rising(TPUSFTTrainer):
+    """As CONTRIBUTING.md has it of a loss with a number that differs from step to step."""
+
+    def step_data(self):
+        return {**super().step_data(), "weight": torch.tensor(1.0 + self.state.global_step)}
+
+    def data_of_evaluation(self):
+        data = super().data_of_evaluation()
+        return data if "weight" in data else {**data, "weight": self.backend.send(self.step_data()["weight"])}
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        loss = loss * self.numbers_of_loss()["weight"]
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("use_cpu", [False, True])
+def test_a_number_of_a_loss_is_that_of_its_step_and_evaluation_on_any_device(runs, use_cpu):
+    config = dict(config_cls=TPUSFTConfig, cls=Rising, learning_rate=0.0, warmup_steps=0, step_replay=True)
+    trainer = runs.ours(**config, use_cpu=use_cpu, eval_strategy="steps", eval_steps=2, max_steps=4)
+    plain = runs.ours(use_cpu=True, eval_strategy="steps", eval_steps=2, max_steps=4, learning_rate=0.0)
+    for ours, theirs in zip(trainer.state.log_history, plain.state.log_history, strict=True):
+        for name in {"loss", "eval_loss"} & ours.keys():
+            # An evaluation comes after its step.
+            weight = ours["step"] + (name == "eval_loss")
+            assert ours[name] == pytest.approx(theirs[name] * weight, rel=1e-5)
+    assert use_cpu or trainer.steps.why_traced is None

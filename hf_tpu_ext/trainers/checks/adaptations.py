@@ -11,7 +11,7 @@ from ...layers.attention import attention_to_load_with
 from ...quantization.bitsandbytes import check_method
 from ...sharding import parse_mesh
 from ..configs import ExtensionArguments
-from .answers import Run
+from .field_answers import Run
 
 
 #: What trains in the place of optimizers whose state has few bits, or is kept on the host, and whose update is that of PyTorch's.

@@ -20,8 +20,8 @@ from trl import DPOConfig, GRPOConfig, KTOConfig, SFTConfig
 from ..configs import NO_DEEPSPEED
 from . import adaptations
 from .adaptations import ADAMW_NAMES, HOST_SCALAR_NAMES
-from .answers import CompiledArguments, Place, Row, Run, at, refusal, replacement, without_effect, works
 from .datasets import has_images
+from .field_answers import CompiledArguments, Place, Row, Run, at, refusal, replacement, without_effect, works
 from .own_fields import OWN, WEIGHTS_IN_PARTS, is_set
 
 

@@ -9,7 +9,7 @@ from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from transformers.utils import logging
 
 from ..configs import ExtensionArguments
-from .answers import CompiledArguments
+from .field_answers import CompiledArguments
 from .fields import FIELDS
 
 

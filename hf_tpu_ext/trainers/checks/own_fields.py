@@ -4,7 +4,7 @@ from typing import Any
 
 from ..configs import PaddedArguments
 from .adaptations import ADAMW_NAMES
-from .answers import Row, Run, at, refusal, without_effect
+from .field_answers import Row, Run, at, refusal, without_effect
 
 
 def is_set(value: Any, run: Run) -> bool:

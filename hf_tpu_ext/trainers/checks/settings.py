@@ -16,7 +16,7 @@ from ...backends import select_backend
 from ...errors import UserError
 from ...hub_names import hint_at_similar, may_be_on_hub, why_no_tokenizer
 from ..configs import ExtensionArguments
-from .answers import Place
+from .field_answers import Place
 from .fields import adapt
 
 

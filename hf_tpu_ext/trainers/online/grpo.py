@@ -95,9 +95,8 @@ class TPUGRPOTrainer(RewardedMixin, SyncedReferenceMixin, TPUTrainerMixin, GRPOT
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if not (self._entropy_bonus_enabled and self.backend.static_shapes):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        data = self.steps.data if self.model.training else self.data_of_evaluation()
         # Upstream takes the coefficient for a number that stays.
-        with temporarily(self, entropy_coef=data[_COEF], use_adaptive_entropy=False):
+        with temporarily(self, entropy_coef=self.numbers_of_loss()[_COEF], use_adaptive_entropy=False):
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._entropy_sums is not None:
             if self.model.training:

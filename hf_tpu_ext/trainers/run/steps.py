@@ -92,6 +92,13 @@ class StepsMixin:
         steps = self.balances_experts and "current_gradient_accumulation_steps" in vars(self)
         return self.backend.send(self.step_data()) if steps else {}
 
+    def numbers_of_loss(self) -> dict[str, torch.Tensor]:
+        """Where a loss is computed, on any device: what `step_data` lists, in an evaluation what `data_of_evaluation` does."""
+        if not self.model.training:
+            return self.data_of_evaluation()
+        has_sent = self.compiles_steps or (self.generates and self.backend.static_shapes)
+        return self.steps.data if has_sent else self.backend.send(self.step_data())
+
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         if not self.backend.static_shapes or "input_ids" not in inputs:
             return super().floating_point_ops(inputs)
