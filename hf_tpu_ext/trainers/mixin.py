@@ -16,7 +16,7 @@ from ..sharding import ShardingPlan
 from .checkpoint.directories import leaving_no_empty_dir, newest_checkpoint, set_aside
 from .checkpoint.run_lock import only_run_in
 from .checkpoint.saving import SavingMixin
-from .checks.datasets import check_rows, check_rows_left, named_datasets
+from .checks.datasets import check_has_rows, check_rows_left, named_datasets
 from .checks.upstream import default_arguments, signature_of
 from .run.batches import BatchesMixin
 from .run.evaluation import CompiledEvaluation
@@ -119,7 +119,7 @@ class TPUTrainerMixin(
     def _check_data(self, arguments: Mapping[str, Any]) -> None:
         """Refuse datasets that cannot work (`ValueError`), before anything is loaded. `arguments` has all arguments by name."""
         for name, dataset in named_datasets(arguments).items():
-            check_rows(dataset, name)
+            check_has_rows(dataset, name)
 
     def _finish_set_up(self) -> None:
         """Prepare what needs the trainer as it is when all else is set up."""

@@ -292,6 +292,21 @@ def test_a_text_in_place_of_messages_is_named(runs, tmp_path):
     refused(words, lambda: runs.ours(train=False, kwargs={"train_dataset": dataset}, assistant_only_loss=True))
 
 
+def test_messages_with_the_keys_of_sharegpt_are_for_the_users_function(runs):
+    dataset = Dataset.from_dict({"messages": [[{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]] * 4})
+    kwargs = {"train_dataset": dataset, "eval_dataset": None}
+    words = [
+        "'messages' in train_dataset have the keys 'from' and 'value'",
+        "dataset.map(trl.maybe_convert_to_chatml)",
+    ]
+    refused(words, lambda: runs.ours(train=False, kwargs=kwargs))
+    trainer = runs.ours(train=False, kwargs={**kwargs, "formatting_func": lambda row: row["messages"][1]["value"]})
+    assert len(trainer.train_dataset) == 4
+    # Upstream trains on the prompts and completions.
+    both = runs.train_dataset.select(range(4)).add_column("messages", dataset["messages"])
+    assert len(runs.ours(train=False, kwargs={**kwargs, "train_dataset": both}).train_dataset) == 4
+
+
 def test_half_of_prompt_and_completion_is_not_enough(runs):
     dataset = QUESTIONS.rename_column("question", "prompt")
     refused(["'prompt', 'answer'"], lambda: runs.ours(train=False, kwargs={"train_dataset": dataset}))

@@ -135,6 +135,14 @@ def test_answers_that_are_none(runs, rows, words):
     assert not any("rows of" in line for line in trainer.compiled.changes)
 
 
+def test_columns_that_are_not_trained_on_are_not_looked_at(runs):
+    rows = {"prompt": ["a"] * 3, "completion": ["b"] * 3, "messages": [[ASKED, BLANK]] * 3, "chosen": [[ASKED]] * 3}
+    trainer = runs.ours(
+        train=False, max_length=64, kwargs={"train_dataset": Dataset.from_dict(rows), "eval_dataset": None}
+    )
+    assert not any("rows of" in line for line in trainer.compiled.changes)
+
+
 def test_rows_without_a_label_are_left_out(runs):
     rows = Dataset.from_dict({"input_ids": [[5, 6, 7]] * 3, "labels": [[5, 6, 7], [-100] * 3, [5, 6, 7]]})
     trainer = runs.ours(train=False, max_length=3, kwargs={"train_dataset": rows, "eval_dataset": None})
@@ -167,7 +175,7 @@ def test_what_is_said_when(runs, texts, capsys, caplog):
     trainer = runs.ours(train=False, max_length=MAX_LENGTH, max_steps=1, use_cpu=True, kwargs=data)
     assert "rows of the train dataset" not in capsys.readouterr().out
     trainer.train()
-    (line,) = [line for line in trainer.compiled.changes if "rows of" in line]
+    (line,) = lines_of(trainer)
     assert f"  {line}\n" in capsys.readouterr().out
     assert line in trainer.describe_run(trainer.args, None)["facts"]["changes"]
     logging.getLogger("hf_tpu_ext").propagate = True

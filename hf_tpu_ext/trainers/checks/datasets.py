@@ -1,7 +1,7 @@
 """Datasets that cannot work are refused before anything is loaded or compiled."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import datasets
@@ -17,7 +17,6 @@ from .rows import refusal_of_rows, unusual_rows
 
 _NEEDED = "'messages', 'prompt' and 'completion', 'conversations', 'input_ids'"
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_OF_MESSAGES = ("messages", "prompt", "completion", "chosen", "rejected")
 _COLUMNS = ("messages", "prompt", "completion", "conversations", "input_ids")
 
 
@@ -39,11 +38,10 @@ def has_images(dataset) -> bool:
     return not set(IMAGE_COLUMNS).isdisjoint(columns)
 
 
-def check_rows(dataset, name: str) -> list[str]:
+def check_has_rows(dataset, name: str) -> list[str]:
     """
-    Check that a dataset has rows, and that its messages have the keys that upstream reads (`ValueError`). Of a stream, the first
-    row is read. Returns its columns; none for a dataset of another type, which is left to upstream. Errors call it `name`, see
-    [`named_datasets`].
+    Check that a dataset has rows (`ValueError`). Of a stream, the first row is read. Returns its columns; none for a
+    dataset of another type, which is left to upstream. Messages call it `name`, see [`named_datasets`].
     """
     if isinstance(dataset, datasets.Dataset):
         columns, is_empty = dataset.column_names, len(dataset) == 0
@@ -54,20 +52,27 @@ def check_rows(dataset, name: str) -> list[str]:
         return []
     if is_empty:
         raise UserError(f"{name} is empty: it has no rows. Check the split and the filters that made it.")
-    for column, feature in (dataset.features or {}).items():
+    return columns
+
+
+def check_keys(dataset, name: str, columns: Iterable[str]) -> None:
+    """Check that the messages of columns that upstream makes tokens of have the keys that it reads (`ValueError`)."""
+    for column in columns:
+        # A stream need not know its features.
+        feature = (dataset.features or {}).get(column)
         keys = feature.feature if isinstance(feature, datasets.List) else None
-        if (
-            column in _OF_MESSAGES
-            and isinstance(keys, dict)
-            and {"from", "value"} <= keys.keys()
-            and "role" not in keys
-        ):
+        if isinstance(keys, dict) and {"from", "value"} <= keys.keys() and "role" not in keys:
             raise UserError(
                 f"The messages of {column!r} in {name} have the keys 'from' and 'value', which upstream takes in a column 'conversations' of "
                 "SFT alone. Call them 'role' and 'content' in the file, and the roles 'user' and 'assistant'; in Python, "
                 "dataset.map(trl.maybe_convert_to_chatml) renames the keys."
             )
-    return columns
+
+
+def trained_columns(columns: Iterable[str], text_field: str) -> tuple[str, ...]:
+    """Of the columns of a dataset, those that supervised fine-tuning takes first."""
+    kinds = (("input_ids",), ("prompt", "completion"), ("messages",), ("conversations",))
+    return next((kind for kind in kinds if {*columns} >= {*kind}), (text_field,))
 
 
 def check_rows_left(dataset, name: str, args: TrainingArguments) -> None:
@@ -82,7 +87,7 @@ def check_rows_left(dataset, name: str, args: TrainingArguments) -> None:
 
 def check_dataset(dataset, name: str, args: SFTConfig, has_formatting_func: bool) -> None:
     """Check that a dataset has rows and the columns that supervised fine-tuning needs (`ValueError`)."""
-    columns = check_rows(dataset, name)
+    columns = check_has_rows(dataset, name)
     skips_preparation = (args.dataset_kwargs or {}).get("skip_prepare_dataset", False)
     if not columns or has_formatting_func or skips_preparation or set(IMAGE_COLUMNS) & set(columns):
         return
@@ -96,8 +101,10 @@ def check_dataset(dataset, name: str, args: SFTConfig, has_formatting_func: bool
             f"{name} has no column to train on. It has {columns}; needed is the text column "
             f"({args.dataset_text_field!r}) or {_NEEDED}. {fix}"
         )
+    own_columns = trained_columns(columns, args.dataset_text_field)
+    check_keys(dataset, name, {*own_columns} - {"conversations"})
     if isinstance(dataset, datasets.Dataset):
-        problems = _rows_without_value(dataset, set(columns), args.dataset_text_field)
+        problems = _rows_without_value(dataset, [*own_columns, *({"labels"} & {*columns})])
         conversations = sorted({"messages", "conversations", "prompt", "completion"} & set(columns))
         for column in conversations:
             problems |= _rows_of_mistyped_roles(dataset, column)
@@ -125,18 +132,10 @@ def _rows_of_mistyped_roles(dataset: datasets.Dataset, column: str) -> dict[int,
     return problems
 
 
-def _rows_without_value(dataset: datasets.Dataset, columns: set[str], text_field: str) -> dict[int, tuple[str, str]]:
-    """The rows that lack what is trained on, in the columns that upstream takes first."""
-    own_columns = next(
-        (
-            kind
-            for kind in (("input_ids",), ("prompt", "completion"), ("messages",), ("conversations",))
-            if columns >= set(kind)
-        ),
-        (text_field,),
-    )
+def _rows_without_value(dataset: datasets.Dataset, columns: Iterable[str]) -> dict[int, tuple[str, str]]:
+    """The rows that lack what is trained on, which is in some columns."""
     problems = {}
-    for column in (*own_columns, *({"labels"} & columns)):
+    for column in columns:
         # Counted in the whole table, without a look at its values: a selection of its rows may have none.
         if not _nulls(dataset.data.column(column)):
             continue

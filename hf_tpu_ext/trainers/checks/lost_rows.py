@@ -1,6 +1,6 @@
 """What upstream does not say of the rows of a dataset that it prepares: what `max_length` takes from them, and which teach no answer."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import datasets
 import numpy as np
@@ -14,12 +14,10 @@ from .rows import name_rows
 
 # Columns of tokens, each of which is a sequence, behind the prompt if there are `prompt_ids`.
 _SEQUENCES = ("input_ids", "chosen_ids", "rejected_ids", "completion_ids")
-# Columns that end with an answer.
-_ANSWERS = {"completion", "messages", "conversations", "chosen", "rejected"}
 # Names of the assistant in data from elsewhere.
 _SHAREGPT = ["gpt", "bot", "chatgpt"]
 _EMPTY = "have an empty answer ({rows}; the first is row 0), from which a model learns to answer nothing"
-_ROLES_OF_SHAREGPT = (
+_OTHER_ROLE = (
     "have answers of another role than 'assistant', such as 'gpt' ({rows}), which chat templates write as it is: whoever generates asks for "
     "an answer of 'assistant'"
 )
@@ -69,14 +67,13 @@ def describe_left_out(rows: int, left: int, name: str, why: str) -> list[str]:
     return [f"{rows - left:,} of {rows:,} rows of the {name} dataset are left out: {why}"] if left < rows else []
 
 
-def describe_answers(dataset: datasets.Dataset, name: str) -> list[str]:
+def describe_answers(dataset: datasets.Dataset, name: str, columns: Iterable[str]) -> list[str]:
     """
-    Lines on the rows of the `name` dataset whose answers upstream trains on and nobody wants: an empty one, roles that no template
-    generates for, or a conversation that ends with a question.
+    Lines on the rows of the `name` dataset whose answers upstream trains on and nobody wants: an empty one, a role that no template
+    generates for, or none behind a question. The `columns` that it has end with an answer.
     """
-    names = {*dataset.column_names}
     rows_of: dict[str, set[int]] = {}
-    for column in _ANSWERS & names if "input_ids" not in names else ():
+    for column in {*columns} & {*dataset.column_names}:
         start = 0
         for table in dataset.with_format("arrow", columns=[column]).iter(_ROWS):
             for problem, rows in _problems(table[column].combine_chunks()):
@@ -119,7 +116,7 @@ def _problems(values: pa.Array) -> Iterator[tuple[str, list[int]]]:
     is_answer = pc.is_in(role, pa.array(["assistant", *_SHAREGPT], role.type))
     is_empty = pc.and_not(pc.and_(is_answer, _is_blank(content)), pc.fill_null(calls, False))
     yield _EMPTY, pc.unique(rows.filter(is_empty)).to_pylist()
-    yield _ROLES_OF_SHAREGPT, pc.unique(rows.filter(pc.is_in(role, pa.array(_SHAREGPT, role.type)))).to_pylist()
+    yield _OTHER_ROLE, pc.unique(rows.filter(pc.is_in(role, pa.array(_SHAREGPT, role.type)))).to_pylist()
     numbers = rows.to_numpy()
     is_last = np.append(numbers[1:] != numbers[:-1], True)[: len(numbers)]
     is_question = pc.is_in(role, pa.array(["system", "user", "human"], role.type)).to_numpy(zero_copy_only=False)

@@ -8,7 +8,7 @@ from typing import Any
 import datasets
 
 from ...errors import UserError
-from .datasets import check_rows
+from .datasets import check_has_rows, check_keys
 from .lost_rows import describe_answers, describe_cut, describe_left_out
 from .rows import TEXT_OR_MESSAGES, naming_rows, refusal_of_rows
 
@@ -37,7 +37,7 @@ def find_columns(dataset, name: str, trainer: str) -> list[str]:
     Name the columns that say what is preferred, the prompt first where there is one; none of data that is tokenized already, or has
     images. The arguments, and what is raised where some are missing, are those of [`check_preferences`].
     """
-    columns = check_rows(dataset, name)
+    columns = check_has_rows(dataset, name)
     names = set(columns)
     if not names or {"chosen_ids", "chosen_input_ids", "completion_ids", "image", "images"} & names:
         return []
@@ -48,6 +48,7 @@ def find_columns(dataset, name: str, trainer: str) -> list[str]:
                     f"No row of {name} has a value of {column!r}, as of a file without that column. Rename or add the column in the file of "
                     f"{name}."
                 )
+    check_keys(dataset, name, ("prompt", "chosen", "rejected", "completion"))
     prompt = ["prompt"] if "prompt" in names else []
     if {"chosen", "rejected"} <= names:
         return [*prompt, "chosen", "rejected"]
@@ -113,8 +114,8 @@ class PreferenceData:
             prepared_dataset = prepare(dataset, processing_class, args, dataset_name)
         if isinstance(dataset, datasets.Dataset) and isinstance(prepared_dataset, datasets.Dataset):
             lines = _check_rows_are_left(dataset, prepared_dataset, dataset_name, args, prepare, processing_class)
-            lines = describe_answers(dataset, dataset_name) + lines
-            self.tell_of_rows(lines + describe_cut(prepared_dataset, dataset_name, args))
+            of_answers = describe_answers(dataset, dataset_name, ("chosen", "rejected", "completion"))
+            self.tell_of_rows(of_answers + lines + describe_cut(prepared_dataset, dataset_name, args))
             if dataset_name == "train" and "label" in prepared_dataset.column_names:
                 self.compiled.changes += _why_labels_are_apart(prepared_dataset, args)
         return prepared_dataset

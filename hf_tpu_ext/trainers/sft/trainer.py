@@ -21,7 +21,7 @@ from ...callbacks.samples import ShowSamples
 from ...data.packing import PackedCollator
 from ...errors import UserError
 from ..checkpoint.saving import UPSTREAM_METRICS
-from ..checks.datasets import check_dataset, named_datasets
+from ..checks.datasets import check_dataset, named_datasets, trained_columns
 from ..checks.families import why_not_packed
 from ..checks.lost_rows import describe_answers, describe_lost
 from ..checks.rows import TEXT_OR_MESSAGES, naming_rows
@@ -99,7 +99,9 @@ class TPUSFTTrainer(DistillationMixin, QuantizationMixin, TPUTrainerMixin, SFTTr
                 # Without a column that upstream keeps, no row is left to go on from.
                 return whole
             prepared = prepare(whole, processing_class, args, packing, None, dataset_name)
-        of_answers = describe_answers(dataset, dataset_name) if columns else []
+        own_columns = trained_columns(dataset.column_names, args.dataset_text_field) if columns else ()
+        with_answers = {"completion", "messages", "conversations"} & {*own_columns}
+        of_answers = describe_answers(dataset, dataset_name, with_answers)
         self.tell_of_rows(of_answers + describe_lost(whole, prepared, dataset_name, args, packing))
         return prepared
 
