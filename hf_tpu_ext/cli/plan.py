@@ -15,6 +15,7 @@ from types import FrameType
 
 from ..errors import UserError
 from ..examples.jsonl import write_splits
+from ..hardware.prices import read_prices
 from ..installing import install_command
 from .json_output import json_output
 from .recipe import Recipe, load_recipe, with_underscores
@@ -93,6 +94,9 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             )
     if options.jobs is not None and options.jobs < 1:
         raise UserError(f"--jobs {options.jobs}: at least one graph is compiled at once, for example --jobs 2")
+    if options.prices is not None:
+        # Before the minutes that a plan takes.
+        read_prices(options.prices)
     if options.hlo is not None:
         options.hlo.mkdir(parents=True, exist_ok=True)
     return options, rest
@@ -173,6 +177,7 @@ def _run(argv: list[str], stop: _Stop) -> int:
     recipe.command_line["backend"] = backend.name
     with tempfile.TemporaryDirectory() as directory, json_output(options.json) as write_json:
         if options.seq_lengths:
+            _check_lengths(recipe, command, options.seq_lengths)
             recipe = _with_synthetic_rows(recipe, command, Path(directory), options.seq_lengths)
         elif "dataset_name" not in recipe and "datasets" not in recipe and not recipe.asks_for_help:
             raise UserError(
@@ -231,13 +236,26 @@ def _run(argv: list[str], stop: _Stop) -> int:
     return {True: 0, False: 1, None: 3}[plan.fits]
 
 
+def _check_lengths(recipe: Recipe, command: str, lengths: list[int]) -> None:
+    """Refuse lengths of rows that the run would cut."""
+    if command not in ("sft", "reward", "dpo", "kto") or _takes_images(recipe):
+        return
+    is_set = "max_length" in recipe
+    max_length = recipe.number("max_length") if is_set else SCRIPTS[command].parser().get_default("max_length")
+    if max_length is not None and max(lengths) > max_length:
+        raise UserError(
+            f"--seq_lengths {max(lengths)}: rows are cut to max_length={max_length}{'' if is_set else ', the default'}. To plan for longer "
+            f"ones: --max_length {max(lengths)}"
+        )
+
+
 def _with_synthetic_rows(recipe: Recipe, command: str, directory: Path, lengths: list[int]) -> Recipe:
     """The recipe with a dataset of a synthetic row of each length."""
     file, command_line = (
         {key: value for key, value in keys.items() if key not in _OF_THE_DATA}
         for keys in (recipe.file, recipe.command_line)
     )
-    if command in ("sft", "dpo", "kto") and "model_name_or_path" in recipe and _takes_images(recipe):
+    if command in ("sft", "dpo", "kto") and _takes_images(recipe):
         without = replace(recipe, file=file, command_line=command_line)
         return _with_synthetic_images(without, command, directory, lengths)
     if command == "sft":
@@ -265,6 +283,8 @@ def _takes_images(recipe: Recipe) -> bool:
 
     from ..vision.families import FAMILIES
 
+    if "model_name_or_path" not in recipe:
+        return False
     try:
         config, _ = PreTrainedConfig.get_config_dict(recipe.get("model_name_or_path"))
     except OSError:

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from ..backends.base import Backend
-from ..backends.insight import Listing, SourceLine
+from ..backends.insight import FOLDED_NUMBERS, Listing, SourceLine
 from ..errors import UserError
 from ..formatting import count_each, format_size
 from .recompile_cause import Cause, Dependencies, cause_of, compare_dependencies, compare_operations, count_differences
@@ -317,7 +317,8 @@ class ProgramWatch:
             cause = Cause(
                 "batch, parameters, settings and optimizer are unchanged, so a Python number or a branch changed"
                 + (f" in {own_code}" if (own_code := self._find_own_code()) else ""),
-                "The next graphs are compared to find it.",
+                f"torch_xla folds {FOLDED_NUMBERS} into the graph: send such a number as a tensor, "
+                "trainer.backend.send(torch.tensor(value)).",
             )
         return cause
 
@@ -347,7 +348,9 @@ class ProgramWatch:
                 f"{line} This was recompilation {self.recompiles}; max_recompiles={self._max_recompiles}."
             )
         if history.num_warnings <= _MOST_LINES:
-            end = " Further ones are only counted." if history.num_warnings == _MOST_LINES else ""
+            is_open = history.open_event is not None
+            end = " If one of the next steps computes it again, a further message names its line." if is_open else ""
+            end += " Further ones are only counted." if history.num_warnings == _MOST_LINES else ""
             logger.warning(f"{line}{end}")
 
     def describe(self) -> str | None:

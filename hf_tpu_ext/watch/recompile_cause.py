@@ -118,14 +118,20 @@ def compare_operations(before: Sequence[Operation], after: Sequence[Operation], 
         return equal_numbers
     old, new = pairs[index]
     places = [operation.place for operation in (new, old) if operation is not None and operation.place is not None]
-    # Where a mode has handed an operator on, torch_xla records the line of the mode.
-    places = [place for place in places if place.file != deferred_reads.__file__]
+    # Where a mode has handed an operator on, torch_xla records the line of the mode; of `tensor ** number`, a line of PyTorch.
+    places = [p for p in places if p.file != deferred_reads.__file__ and package_of(p.file) != "torch"]
+    is_new = old is None or (new is not None and len(after) >= len(before))
+    # Arguments of an operator come before it.
+    program = after if is_new else before
+    at_once = (later for later in program[index:] if later.place == program[index].place)
+    operation = next((later for later in at_once if later.name not in ("constant", "parameter")), program[index])
+    operator = operation.operator or operation.name
     where = f" [{describe_line(places[0])}]" if places else ""
     if old is not None and new is not None:
         if {old.name, new.name} <= {"constant", "parameter"} and old.shape == new.shape:
             numbers = [_number(operation) for operation in (old, new)]
             return Cause(
-                f"a scalar of the graph was {numbers[0]}{when}, is {numbers[1]}{where}",
+                f"a scalar of the graph was {numbers[0]}{when}, is {numbers[1]}{where or f' (an argument of `{operator}`)'}",
                 f"torch_xla folds {FOLDED_NUMBERS} and non-tensor arguments into the graph: send the value as a tensor, "
                 "trainer.backend.send(torch.tensor(value)), or keep it constant.",
             )
@@ -134,12 +140,7 @@ def compare_operations(before: Sequence[Operation], after: Sequence[Operation], 
                 f"`{old.name}` was {_describe(old)}{when}, is {_describe(new)}{where}",
                 "Keep shapes and slice bounds the same at every step: mask instead of slicing.",
             )
-    is_new = old is None or (new is not None and len(after) >= len(before))
-    # Arguments of an operator come before it.
-    program = after if is_new else before
-    at_once = (later for later in program[index:] if later.place == program[index].place)
-    operation = next((later for later in at_once if later.name not in ("constant", "parameter")), program[index])
-    what = f"`{operation.operator or operation.name}` of {operation.shape}"
+    what = f"`{operator}` of {operation.shape}"
     words = (
         f"the step computes {what}, and did not{when}" if is_new else f"the step computed {what}{when}, and does not"
     )

@@ -188,6 +188,8 @@ BAD_INPUT = {
     ),
     "optimizer": (["--seq_lengths", "64", "--optim", "sgd"], ["not replayed"]),
     "jobs": (["--seq_lengths", "64", "--jobs", "0"], ["--jobs 0", "--jobs 2"]),
+    "prices": (["--seq_lengths", "64", "--prices", "/nowhere/prices.json"], ["/nowhere/prices.json cannot be read"]),
+    "cut": (["--seq_lengths", "64", "2048"], ["max_length=64. To plan for longer ones: --max_length 2048"]),
     "search": (["--seq_lengths", "64", "--search", "batch"], ["'batch'", "'rematerialization', 'mesh'"]),
     "data": (["--dataset_name", "/nowhere/rows.jsonl"], ["/nowhere", "--seq_lengths", "no such file or directory"]),
     "no_data": (["--dataset_name", "no-such/rows"], ["no-such/rows", "--seq_lengths"]),

@@ -396,12 +396,12 @@ def unfreezes(setup):
 
 @kind(REPLAYED, "a number of a layer")
 def sets_a_number(setup):
-    setup.at("on_step_begin", lambda s: setattr(s.model.model.layers[1].input_layernorm, "variance_epsilon", 0.1), 4)
+    setup.at("on_step_begin", lambda s: setattr(s.model.model.layers[0].input_layernorm, "variance_epsilon", 0.1), 4)
 
 
 @kind(REPLAYED, "a setting of the model's config")
 def sets_the_config(setup):
-    setup.at("on_step_begin", lambda s: setattr(s.model.config, "num_hidden_layers", 1), step=4)
+    setup.at("on_step_begin", lambda s: setattr(s.model.config, "num_hidden_layers", 0), step=4)
 
 
 @kind(REPLAYED, "a module replaced by one of PyTorch's")
@@ -519,7 +519,7 @@ def sets_a_method(setup):
 
 
 def _layer(trainer) -> nn.Module:
-    return trainer.model.model.layers[1].mlp
+    return trainer.model.model.layers[0].mlp
 
 
 @kind(TRACED, "a forward hook that keeps activations")

@@ -319,7 +319,7 @@ class ChangesNumber(TPUSFTTrainer):
         pytest.param({"cls": KeepLoss, "step_replay": True}, "not part of the training state", marks=pytest.mark.slow),
         pytest.param(
             {"cls": SendsNumber, "step_replay": True},
-            "a host-to-device transfer within a step",
+            "fill a buffer of the model in on_step_begin",
             marks=pytest.mark.slow,
         ),
         ({"cls": ChangesNumber, "step_replay": True}, "has changed"),
@@ -335,6 +335,28 @@ def test_code_that_replay_would_leave_out_is_traced_and_said_once(both, caplog, 
 
 def test_a_pure_subclass_is_replayed_when_asked(both):
     both(cls=OwnLoss, step_replay=True, max_steps=6)
+
+
+class LossByBuffer(TPUSFTTrainer):
+    def __init__(self, model, *args, **kwargs):
+        model.register_buffer("factor", torch.zeros(()), persistent=False)
+        super().__init__(model, *args, **kwargs)
+
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs) * self.model.factor
+
+
+class FillBuffer(TrainerCallback):
+    """Fills it from the host. torch_xla makes of a 1 no transfer, but a constant of the next program."""
+
+    def on_step_begin(self, args, state, control, model, **kwargs):
+        model.factor.copy_(torch.tensor(0.5 if state.global_step < 3 else 1.0))
+
+
+def test_a_buffer_filled_in_a_callback_is_read_by_replayed_steps(both, caplog):
+    trainer = both(cls=LossByBuffer, step_replay=True, callbacks=lambda: [FillBuffer()], max_steps=6)
+    # Those filled with 1 among them.
+    assert trainer.spent.replays >= 3 and "Step replay is off" not in caplog.text
 
 
 def test_a_hook_is_not_left_out(both, caplog):

@@ -62,6 +62,14 @@ def test_the_first_operation_that_differs():
     assert compare_operations(before, program("1", "2", "3", place=LINE)) is None
 
 
+def test_a_line_of_pytorch_is_not_named():
+    line = SourceLine(torch._tensor.__file__, 45)
+    power = Operation("power", "f32[]", "", "aten::pow", line)
+    before, after = [*program("1", place=line), power], [*program("1.05", place=line), power]
+    words = "a scalar of the graph was 1, is 1.05 (an argument of `aten::pow`)"
+    assert compare_operations(before, after).what == words
+
+
 def test_an_operation_more_and_one_less():
     before, more = program("1"), program("1", "2", place=LINE)
     assert (

@@ -226,7 +226,10 @@ class Trace:
         old_buffers = [self._buffers[place] if place < size else None for place in places]
         order, values, buffers = graphs.sort_results([tensors[place] for place in places], old_buffers)
         if not self._sent_buffers.isdisjoint(buffers):
-            raise CannotReplay("a host-to-device transfer within a step")
+            raise CannotReplay(
+                "a host-to-device transfer within a step, whose value a replayed step would keep: fill a buffer of the model in "
+                "on_step_begin, and read that"
+            )
         inputs = [self._places.get(buffer, value) for value, buffer in zip(values, buffers, strict=True)]
         results = [tensors[places[index]] for index in order]
         written_places = [places[index] for index in order if places[index] < size]

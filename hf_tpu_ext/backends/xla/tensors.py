@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..compiled_function import RealCopies
+from .graphs import pending
 
 
 _XLAC = torch_xla._XLAC
@@ -71,6 +72,8 @@ class XLARealCopies(TorchFunctionMode, RealCopies):
         if self._is_suspended:
             return func(*args, **(kwargs or {}))
         if func in _COPIES_IN_PLACE:
+            # A 0, 1 or -1 of the host is to be computed, as a constant, though no operator has made a tensor for it.
+            pending.note(none=False)
             args = (args[0], tree_map_only(torch.Tensor, _real_copy, args[1]), *args[2:])
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor):
