@@ -312,11 +312,13 @@ class ShapeGuard:
             fix = "Yield the same number of rows in every batch, or set `dataloader_drop_last=True`."
         else:
             length = f" (`max_length={self.lengths[-1]}`)" if self.lengths else ""
-            fix = (
-                f"Pad `{key}` in the data collator to a fixed length{length}, or declare the length of the longest row, to "
-                f"which batches with `input_ids` are then padded: {_setting('max_length=...', self.config_name)}, for several "
-                f"lengths with `length_buckets=[...]`."
-            )
+            fix = f"Pad `{key}` in the data collator to a fixed length{length}"
+            if "input_ids" in changed_keys:
+                fix += (
+                    ", or declare the length of the longest row, to which batches with `input_ids` are then padded: "
+                    f"{_setting('max_length=...', self.config_name)}, for several lengths with `length_buckets=[...]`"
+                )
+            fix += "."
         return (
             f"The data collator yields more shapes than were declared, and each one compiles the training step again: "
             f"`{key}` was {before} in the first batch and is {after} now (allowed: {self.limit} distinct "

@@ -85,11 +85,19 @@ def notes_on(run: Run) -> list[str]:
         notes.append(f"The run was ended after step {run.steps:,} by {run.sessions[-1].error}")
     elif run.sessions[-1].end is None:
         notes.append("The run did not end, or is still going on. This is what was recorded until then.")
-    elif (best := run.sessions[-1].end.get("best_step")) is not None:
-        by = run.sessions[-1].end["best_by"]
-        notes.append(
-            f"The weights of step {best:,}, the best by {by}, were loaded at the end (load_best_model_at_end)."
-        )
+    else:
+        if run.steps < run.begin["max_steps"]:
+            notes.append(
+                f"Training stopped after step {run.steps:,} of {run.begin['max_steps']:,}, by a callback (early stopping is one) or "
+                "a signal."
+            )
+        if (best := run.sessions[-1].end.get("best_step")) is not None:
+            metric = f"eval_{run.sessions[-1].end['best_by'].removeprefix('eval_')}"
+            values = [f" ({log[metric]:.3g})" for log in run.evaluations if log["step"] == best and metric in log]
+            notes.append(
+                f"The weights of step {best:,}, the best by {metric}{''.join(values)}, were loaded at the end "
+                "(load_best_model_at_end)."
+            )
     for before, after in pairwise(run.sessions):
         last, first = before.last_step, after.begin["first_step"]
         # What a run did after its last line, before it was killed, is not known.

@@ -189,7 +189,8 @@ def test_which_weights_were_loaded_at_the_end(runs):
     trainer = runs.ours(model=model, use_cpu=True, eval_steps=1, save_steps=1, **config)
     report = (runs.output_dir / "report.md").read_text()
     step = trainer.state.best_global_step
-    assert f"The weights of step {step}, the best by loss, were loaded at the end" in report
+    loss = trainer.state.best_metric
+    assert f"The weights of step {step}, the best by eval_loss ({loss:.3g}), were loaded at the end" in report
     # The model was made of a config, without a name.
     assert "- Qwen3ForCausalLM: " in report
 

@@ -92,7 +92,7 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
         metric = self.args.metric_for_best_model
         if metric is not None and f"eval_{metric.removeprefix('eval_')}" not in names:
             raise UserError(
-                f"metric_for_best_model={metric!r} is not among the metrics of an evaluation: {', '.join(names)}. Set it to "
+                f"metric_for_best_model={metric!r} is not among the metrics that an evaluation may have: {', '.join(names)}. Set it to "
                 "one of these, or return it from compute_metrics."
             )
 
