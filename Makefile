@@ -14,7 +14,7 @@ QUICKSTART := .cache/quickstart
 UPSTREAM := trl transformers accelerate peft
 UPSTREAM_PATTERN := $(subst $() ,|,$(UPSTREAM))
 
-.PHONY: setup quickstart test test-slow test-gpu test-torch-tpu test-torch-tpu-slow test-bounds quality style benchmark wheel docs clean help
+.PHONY: setup quickstart test test-ci test-slow test-gpu test-torch-tpu test-torch-tpu-slow test-bounds quality style benchmark wheel docs clean help
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -40,6 +40,9 @@ test: setup  ## Lint and run the tests
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest -q $(IN_PARALLEL) tests
 
+test-ci: setup  ## The tests that CI runs besides: they take longer
+	$(BIN)/python -m pytest -q $(IN_PARALLEL) -m 'ci and not slow' tests
+
 test-slow: setup  ## Run the slow tests too
 	$(BIN)/python -m pytest -q $(IN_PARALLEL) -m 'slow or not slow' tests
 
@@ -55,18 +58,18 @@ $(VENV)-torch-tpu/.installed: setup.cfg pyproject.toml
 
 # What CI runs of torch_tpu: its programs, its choice of a device, a step and text.
 TORCH_TPU_SHORT := $(patsubst %,tests/torch_tpu/test_torch_tpu_%.py,contract selection compiled generation)
-# All tests of it, and those of trainers, whose backend is torch_tpu in its environment; and tests of which it runs what is run by
-# default, since all would take many hours.
+# All tests of it, and those of trainers, whose backend is torch_tpu in its environment; and tests of which it runs what CI runs,
+# since all would take many hours.
 TORCH_TPU_ALL := tests/torch_tpu $(patsubst %,tests/trainers/test_%.py,trajectory checkpoints resumption kill distillation evaluation rollouts_written)
 TORCH_TPU_DEFAULT := tests/distillation/test_cache_builder.py $(patsubst %,tests/trainers/test_%.py,two_lines preference_options reference_log_probs rollouts on_policy images differential kinds_of_user_code)
 
 test-torch-tpu: $(VENV)-torch-tpu/.installed  ## The tests of torch_tpu that CI runs, in an environment of its own
-	$(VENV)-torch-tpu/bin/python -m pytest -q $(IN_PARALLEL) $(TORCH_TPU_SHORT)
+	$(VENV)-torch-tpu/bin/python -m pytest -q $(IN_PARALLEL) -m 'not slow' $(TORCH_TPU_SHORT)
 
 # A run of each trainer that is killed five times takes half an hour.
 test-torch-tpu-slow: $(VENV)-torch-tpu/.installed  ## All tests of torch_tpu
 	$(VENV)-torch-tpu/bin/python -m pytest -q $(IN_PARALLEL) -m 'slow or not slow' -k 'not five-times' $(TORCH_TPU_ALL)
-	$(VENV)-torch-tpu/bin/python -m pytest -q $(IN_PARALLEL) $(TORCH_TPU_DEFAULT)
+	$(VENV)-torch-tpu/bin/python -m pytest -q $(IN_PARALLEL) -m 'not slow' $(TORCH_TPU_DEFAULT)
 
 test-bounds: test-at-lowest test-at-newest  ## Contract tests at the bounds of setup.cfg
 
@@ -83,7 +86,7 @@ test-at-%: .cache/%.txt
 	test -d $(VENV)-$* || $(PYTHON) -m venv $(VENV)-$*
 	$(VENV)-$*/bin/python -m pip install --quiet --upgrade -e '.[test]' 'torch_xla==2.9.*' 'torch==2.9.*' -c $< $(UPSTREAM)
 	$(VENV)-$*/bin/python -m pip freeze | grep -E '^($(UPSTREAM_PATTERN))=='
-	$(VENV)-$*/bin/python -m pytest -q tests/contract
+	$(VENV)-$*/bin/python -m pytest -q -m 'not slow' tests/contract
 
 quality: setup  ## Check style, lint and types
 	$(BIN)/ruff check .

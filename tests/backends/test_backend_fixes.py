@@ -82,6 +82,7 @@ def free_port():
         return listening.getsockname()[1]
 
 
+@pytest.mark.ci
 def test_a_host_that_cannot_be_reached(monkeypatch):
     monkeypatch.setattr(slice_hosts, "_CONNECT", 1.0)
     start = lambda index, count, port: slice_hosts.SliceHosts(index, count, "localhost", port)  # noqa: E731

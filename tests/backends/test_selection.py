@@ -367,6 +367,7 @@ else:
     )
 
 
+@pytest.mark.ci
 def test_choosing_on_a_plain_machine_imports_and_starts_nothing(tmp_path):
     run_script(
         """

@@ -62,6 +62,7 @@ def plan(prepared, tmp_path):
     return run
 
 
+@pytest.mark.ci
 def test_fits(plan, prepared):
     status, page, planned = plan(
         "--dataset_name", prepared / "data", "--topology", "v5e-8", "--gradient_accumulation_steps", "2", "--jobs", "2"

@@ -119,6 +119,7 @@ def assert_equal(ours, stock):
         assert entry == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
+@pytest.mark.ci
 def test_trl_trains_in_two_processes_what_stock_trains_in_one_with_the_rows_of_both(directory, xla):
     settings = {"gradient_checkpointing": False}
     options = write(directory, "two", save_strategy="steps", save_steps=3, use_peft=False, **settings)

@@ -50,6 +50,7 @@ def stop(process, tell):
     return "".join(printed)
 
 
+@pytest.mark.ci
 def test_sigterm_and_resume(command, tmp_path):
     process = start(*command, "--max_steps", 100_000, stock=False)
     printed = stop(process, process.terminate)

@@ -34,7 +34,7 @@ def run(script, *argv, check=True, **env):
     "imports",
     [
         # torch is imported within the module of the trainer.
-        "from trl import SFTTrainer",
+        pytest.param("from trl import SFTTrainer", marks=pytest.mark.ci),
         pytest.param("from trl import SFTConfig, SFTTrainer", marks=pytest.mark.slow),
         pytest.param("from trl import GRPOTrainer, GRPOConfig", marks=pytest.mark.slow),
         pytest.param("from datasets import load_dataset; from trl import GRPOTrainer", marks=pytest.mark.slow),

@@ -79,6 +79,7 @@ def command(prepared, tmp_path):
     return run
 
 
+@pytest.mark.ci
 def test_run_after_warmup_misses_nothing(command, prepared, tmp_path):
     before = contents(prepared)
     (misses, found), result = command("warmup")

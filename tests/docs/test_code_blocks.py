@@ -14,7 +14,9 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 
 
 @pytest.mark.parametrize(
-    "pages", [PAGES[:1], pytest.param(PAGES[1:], marks=pytest.mark.slow)], ids=["README", "the rest"]
+    "pages",
+    [pytest.param(PAGES[:1], marks=pytest.mark.ci), pytest.param(PAGES[1:], marks=pytest.mark.slow)],
+    ids=["README", "the rest"],
 )
 def test_code_blocks_run(pages, tmp_path):
     pages = [str(page) for page in pages if BLOCK.search(page.read_text(encoding="utf-8"))]

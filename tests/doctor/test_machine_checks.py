@@ -88,6 +88,7 @@ def python(script):
     return (sys.executable, "-c", script)
 
 
+@pytest.mark.ci
 def test_the_backend_of_a_run():
     assert check_backend(has_tpu=False).text == "xla: PJRT_DEVICE=CPU is set"
 

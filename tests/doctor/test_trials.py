@@ -49,6 +49,7 @@ def test_an_end_in_the_middle_is_told(script, text):
         assert "Traceback" in trials.output
 
 
+@pytest.mark.ci
 def test_a_training_that_hangs_is_ended_with_its_workers(tmp_path):
     script = f"""
 if os.fork() == 0:
@@ -153,6 +154,7 @@ def test_this_machine_with_xla(chips):
     assert f"{chips} chip" in result.stdout
 
 
+@pytest.mark.ci
 def test_a_failure_is_the_status_also_on_a_screen_without_its_marks():
     result = run_doctor("--no_smoke", HF_TPU_EXT_BACKEND="gpu", PYTHONIOENCODING="ascii")
     assert result.returncode == 1, result.stderr

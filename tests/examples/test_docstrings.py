@@ -97,6 +97,7 @@ def test_splits_share_no_module_source_or_sentence(data_dir):
     assert not any(is_test_module(module) for module in modules["train"])
 
 
+@pytest.mark.ci
 def test_dataset_loads_with_both_splits_and_parses(data_dir):
     dataset = load_dataset(str(data_dir))
     assert {split: rows.num_rows for split, rows in dataset.items()} == {"train": 1024, "test": 48}

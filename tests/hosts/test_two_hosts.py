@@ -8,6 +8,9 @@ from pretended_slice import TWO, assert_same_log
 from safetensors.torch import load_file
 
 
+pytestmark = pytest.mark.ci
+
+
 SAVED = dict(
     # No host has the whole of a weight.
     mesh="fsdp",

@@ -236,7 +236,9 @@ def in_slices(xla, monkeypatch):
 @pytest.mark.parametrize(
     "dtype", [None, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=["float32", "bfloat16"]
 )
-@pytest.mark.parametrize("keeps_dots", [None, False, True], ids=["none", "full", "dots"])
+@pytest.mark.parametrize(
+    "keeps_dots", [pytest.param(None, marks=pytest.mark.ci), False, True], ids=["none", "full", "dots"]
+)
 def test_layers_one_by_one_and_as_a_loop(xla, load, in_slices, keeps_dots, dtype):
     loss, gradients, program = forward_and_backward(xla, load(), keeps_dots, dtype)
     in_slices(12 * 12)

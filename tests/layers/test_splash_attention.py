@@ -180,6 +180,7 @@ def kept(tmp_path_factory):
     return directory, lower(KERNEL, directory)
 
 
+@pytest.mark.ci
 def test_kernels_are_the_same_bytes_from_every_process(kept, tmp_path, monkeypatch):
     """They are part of the hash of a program, by which it is found in the compilation cache. One cannot write its directory."""
     (tmp_path / "file").touch()

@@ -137,6 +137,7 @@ def test_what_needs_the_number_of_rows_says_so():
     assert not isinstance(torch.arange(3), SelectedRows)
 
 
+@pytest.mark.ci
 def test_without_positions_of_code_a_condition_is_read():
     """`PYTHONNODEBUGRANGES=1`: what upstream's loss branches on is a read, and the numbers are the same."""
     script = (

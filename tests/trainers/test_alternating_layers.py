@@ -66,7 +66,9 @@ def looped(runs):
 @pytest.mark.parametrize(
     "config",
     [
-        dict(packing=True, packing_strategy="wrapped", gradient_accumulation_steps=2),
+        pytest.param(
+            dict(packing=True, packing_strategy="wrapped", gradient_accumulation_steps=2), marks=pytest.mark.ci
+        ),
         pytest.param(dict(lora={}, eval_strategy="steps", eval_steps=2), marks=pytest.mark.slow),
         pytest.param(dict(lora={}, rematerialization="dots"), marks=pytest.mark.slow),
         pytest.param(dict(rematerialization="none"), marks=pytest.mark.slow),

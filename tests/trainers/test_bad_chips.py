@@ -277,6 +277,7 @@ def on_eight(tiny_model, tmp_path_factory):
     return json.loads(output.read_text())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("case", "words"),
     [
@@ -303,6 +304,7 @@ def test_on_eight_chips(on_eight, case, words):
     assert not missing, f"{missing} not in: {on_eight[case]}"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("case", "accumulation"), [("16 rows", 2), ("16 rows, full steps", 1)])
 def test_a_batch_of_more_rows_that_divides_evenly_is_split(on_eight, runs, rows, case, accumulation):
     """As one chip trains on it."""
@@ -322,6 +324,7 @@ def test_a_batch_of_more_rows_that_divides_evenly_is_split(on_eight, runs, rows,
             assert other[key] == pytest.approx(mine[key], rel=1e-5), key
 
 
+@pytest.mark.ci
 def test_a_mesh_on_an_eager_device_trains(on_eight):
     losses = [entry["loss"] for entry in on_eight["use_cpu"] if "loss" in entry]
     assert len(losses) == 2 and min(losses) > 0

@@ -184,6 +184,7 @@ def test_preferences_have_the_frequencies_of_their_rows(runs):
     assert train(TPUDPOTrainer, False) == pytest.approx(train(DPOTrainer, True), rel=1e-5)
 
 
+@pytest.mark.ci
 def test_two_sequences_in_a_batch_have_no_one_length(runs):
     """KTO's loss has those of the completions and those of its estimate of the divergence."""
     pairs = [{"prompt": "ab" * n, "completion": "cd" * m, "label": n > 3} for n, m in [(2, 1), (5, 1), (1, 2), (4, 2)]]
@@ -213,6 +214,7 @@ def resized(model, runs):
     return model
 
 
+@pytest.mark.ci
 def test_text_that_a_model_writes_has_no_known_length(runs):
     settings = {"num_generations": 2, "per_device_train_batch_size": 2, "max_completion_length": 16}
     rows = Dataset.from_list([{"prompt": "a prompt"}] * 4)
@@ -385,6 +387,7 @@ def test_attention_in_blocks(runs, make, lengths):
     assert mine == pytest.approx(theirs, rel=1e-5)
 
 
+@pytest.mark.ci
 def test_columns_that_block_sparse_attention_sees_are_refused(runs):
     with pytest.raises(UserError, match="33 tokens a row is padded to 40, and the block-sparse attention") as refusal:
         losses_of_rows(runs, TPUTrainer, big_bird, [40, 40, 33, 12])

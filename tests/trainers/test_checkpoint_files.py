@@ -272,6 +272,7 @@ def test_a_save_that_is_interrupted_leaves_no_checkpoint(runs):
     assert not list(runs.output_dir.glob("_tmp-*"))
 
 
+@pytest.mark.ci
 def test_best_checkpoint_has_its_final_path(runs, capfd):
     """Upstream loads it at the end, and keeps it whatever the limit is; also after the directory was moved."""
     evaluates = dict(eval_strategy="steps", eval_steps=2, load_best_model_at_end=True)

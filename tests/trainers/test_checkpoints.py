@@ -93,6 +93,7 @@ def test_resumes_bit_for_bit(runs, same_logs, tmp_path, accumulation, lora):
         same_logs(resumed, undisturbed, rel=0)
 
 
+@pytest.mark.ci
 def test_token_count_goes_on_after_a_save_between_two_logs(runs, tmp_path):
     config = dict(max_steps=8, logging_steps=3)
     whole = runs.ours(**config, **EVERY_STEP)
@@ -105,6 +106,7 @@ def test_token_count_goes_on_after_a_save_between_two_logs(runs, tmp_path):
     assert counts == expected and expected[3] < expected[6]
 
 
+@pytest.mark.ci
 def test_streaming_data_goes_on_where_it_stopped(runs, same_logs, tmp_path):
     config = dict(max_steps=8, max_length=40, kwargs={"train_dataset": runs.train_dataset.to_iterable_dataset()})
     whole = drop(runs.ours(**config, **EVERY_STEP))
@@ -112,6 +114,7 @@ def test_streaming_data_goes_on_where_it_stopped(runs, same_logs, tmp_path):
     same_logs(drop(resume(resumed, runs.output_dir / "checkpoint-4")), whole, rel=0)
 
 
+@pytest.mark.ci
 def test_an_epoch_in_an_order_of_its_own_goes_on_where_it_stopped(runs, same_logs, tmp_path):
     """`group_by_length` draws an epoch's order when the epoch begins, from no seed but the state at that time."""
     config = dict(max_steps=9, train_sampling_strategy="group_by_length")
@@ -163,6 +166,7 @@ def test_tied_weights_stay_tied_when_resumed(runs, same_logs, tmp_path):
     same_logs(drop(resumed), whole, rel=0)
 
 
+@pytest.mark.ci
 def test_saved_adapter_is_the_trained_one(runs):
     trainer = runs.ours(lora={}, max_steps=3, **EVERY_STEP)
     trainer.save_model()
@@ -277,6 +281,7 @@ def test_checkpoint_of_stock_on_cpu_resumes_on_xla(runs, same_logs, tmp_path, mo
     same_logs(drop(resumed, "num_tokens"), whole)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("lora", [pytest.param(None, id="full", marks=pytest.mark.slow), pytest.param({}, id="lora")])
 def test_checkpoint_of_xla_resumes_with_stock_on_cpu(runs, same_logs, tmp_path, lora):
     whole = drop(runs.ours(lora=lora, **EVERY_STEP), "num_tokens")

@@ -14,6 +14,9 @@ from hf_tpu_ext import TPUSFTConfig
 from hf_tpu_ext.trainers.run.chips import count_all_chips
 
 
+pytestmark = pytest.mark.ci
+
+
 #: An epoch of three batches and a half.
 ROWS = 56
 SIX = dict(per_device_train_batch_size=2, max_steps=6, warmup_steps=3, rows=ROWS)

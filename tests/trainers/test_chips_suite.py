@@ -25,7 +25,7 @@ FILES = [
 @pytest.mark.parametrize("settings", [{}, {"TEST_FULLY_SHARDED": "1"}], ids=["data", "fsdp"])
 def test_everything_holds_on_four_chips(settings):
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", *(HERE / name for name in FILES)],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", *(HERE / name for name in FILES)],
         env={**os.environ, "CPU_NUM_DEVICES": "4", **settings},
         capture_output=True,
         text=True,

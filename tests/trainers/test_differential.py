@@ -18,7 +18,7 @@ from hf_tpu_ext.trainers.run.batches import BatchesMixin
 from hf_tpu_ext.trainers.run.layers import LayerScan
 
 
-SEEDS, BY_DEFAULT = 300, 3
+SEEDS, BY_DEFAULT, IN_CI = 300, 2, 3
 PREFERENCE_SEEDS = 100
 STEP_BY_STEP = dict(step_replay=False, scan_layers="off")
 
@@ -70,7 +70,12 @@ def check(train, case):
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed >= BY_DEFAULT else []) for seed in range(SEEDS)]
+    "seed",
+    [
+        *range(BY_DEFAULT),
+        *(pytest.param(seed, marks=pytest.mark.ci) for seed in range(BY_DEFAULT, IN_CI)),
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(IN_CI, SEEDS)),
+    ],
 )
 def test_users_code_trains_as_upstreams(train, seed):
     check(train, draw_case(seed))
@@ -112,7 +117,7 @@ def keep_the_loop(monkeypatch):
         (freeze_python, 22),
         (complete_every_batch, 7),
         # A loop over layers is one of XLA's.
-        pytest.param(keep_the_loop, 8, marks=pytest.mark.torch_xla),
+        pytest.param(keep_the_loop, 8, marks=[pytest.mark.torch_xla, pytest.mark.ci]),
     ],
 )
 def test_a_mend_that_is_missing_is_found(train, monkeypatch, break_it, seed):

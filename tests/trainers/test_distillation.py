@@ -85,6 +85,7 @@ def test_packed_rows_hold_the_same_documents(distil, teacher):
         assert packed[key] == pytest.approx(alone[key], rel=1e-5), key
 
 
+@pytest.mark.ci
 def test_the_own_base_is_an_anchor(distil):
     """At the start the student is its base; later it is held near it, the more so with a greater weight."""
     logs = {}
@@ -98,6 +99,7 @@ def test_the_own_base_is_an_anchor(distil):
     assert logs[0.1][11]["ce_loss"] < logs[0.1][0]["ce_loss"]
 
 
+@pytest.mark.ci
 def test_a_weight_of_nothing_is_plain_fine_tuning(distil, runs, teacher):
     ours, plain = distil(kd_teacher=teacher, kd_alpha=0.0), runs.stock(max_steps=4, warmup_steps=0)
     for mine, other in zip(ours.state.log_history[:4], plain.state.log_history[:4], strict=True):
@@ -106,13 +108,16 @@ def test_a_weight_of_nothing_is_plain_fine_tuning(distil, runs, teacher):
         assert mine["ce_loss"] == pytest.approx(other["loss"], rel=1e-5)
 
 
+@pytest.mark.ci
 def test_learning_from_the_teacher_alone(distil, teacher):
     trainer = distil(kd_teacher=teacher, kd_alpha=1.0, max_steps=30, learning_rate=1e-2)
     logs = trainer.state.log_history
     assert logs[29]["kd_loss"] < 0.5 * logs[0]["kd_loss"]
 
 
-@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(
+    "accumulation", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.ci)]
+)
 def test_executions_and_reads_are_those_of_plain_fine_tuning(runs, xla, teacher, accumulation):
     _, steps = train_and_count(
         runs, kd_teacher=teacher, max_steps=5, logging_steps=100, gradient_accumulation_steps=accumulation
@@ -124,6 +129,7 @@ def test_executions_and_reads_are_those_of_plain_fine_tuning(runs, xla, teacher,
     assert sum(step.compiles for step in steps[1:]) == 0
 
 
+@pytest.mark.ci
 def test_resumed_bit_for_bit(distil, teacher, tmp_path):
     config = dict(kd_teacher=teacher, max_steps=6, save_strategy="steps", save_steps=3)
     whole = distil(**config, output_dir=str(tmp_path / "run"))

@@ -54,7 +54,10 @@ def make_cache(xla, runs_class, tiny_model, teacher, tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize(("top_k", "temperature"), [pytest.param(32, 2.0, marks=pytest.mark.slow), (VOCABULARY, 1.0)])
+@pytest.mark.parametrize(
+    ("top_k", "temperature"),
+    [pytest.param(32, 2.0, marks=pytest.mark.slow), pytest.param(VOCABULARY, 1.0, marks=pytest.mark.ci)],
+)
 def test_the_cache_stands_for_the_teacher(distil, make_cache, teacher, top_k, temperature):
     config = dict(kd_temperature=temperature, kd_top_k=top_k, kd_alpha=0.9, eval_strategy="steps", eval_steps=4)
     cached = distil(kd_cache=make_cache(top_k=top_k), kd_preload=True, **config)
@@ -101,6 +104,7 @@ def test_bad_caches(rows, distil, make_cache, tmp_path):
             distil(**config)
 
 
+@pytest.mark.ci
 def test_a_cache_of_the_student_itself_and_what_the_start_says(runs, distil, make_cache, capsys):
     made = make_cache(teacher=str(runs.model_dir))
     message = refusal(distil, {"kd_cache": made})

@@ -89,7 +89,7 @@ def assert_equal(averages, expected):
     [
         pytest.param(dict(), marks=pytest.mark.slow),
         dict(lora={}, gradient_accumulation_steps=4, ema_warmup=True),
-        dict(scan_layers="on", gradient_accumulation_steps=2),
+        pytest.param(dict(scan_layers="on", gradient_accumulation_steps=2), marks=pytest.mark.ci),
     ],
     ids=["full", "lora-accumulated-warm-up", "layers-in-a-loop"],
 )
@@ -189,7 +189,9 @@ def test_preference_trainers(xla, tmp_path, kind):
 
 
 @pytest.mark.usefixtures("two_layers")
-@pytest.mark.parametrize("scan_layers", ["on", pytest.param("off", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "scan_layers", [pytest.param("on", marks=pytest.mark.ci), pytest.param("off", marks=pytest.mark.slow)]
+)
 def test_evaluation_of_the_average(runs, same_logs, scan_layers):
     config = dict(SETTINGS, ema_eval=True, eval_strategy="steps", eval_steps=3, max_steps=7)
     ours = runs.ours(config_cls=TPUSFTConfig, scan_layers=scan_layers, **config)
@@ -213,6 +215,7 @@ def load_average_of(trainer, other):
     load_average(other.model, Path(trainer.args.output_dir))
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("two_layers")
 def test_the_best_model_has_its_own_average(runs):
     config = dict(SETTINGS, max_steps=3, warmup_steps=0, ema_eval=True, load_best_model_at_end=True)
@@ -248,7 +251,7 @@ def resume(runs, tmp_path):
     "config",
     [
         pytest.param(dict(ema_warmup=True, scan_layers="on"), marks=pytest.mark.slow),
-        dict(lora={}, ema_warmup=True),
+        pytest.param(dict(lora={}, ema_warmup=True), marks=pytest.mark.ci),
         dict(backend="cpu", ema_warmup=True),
     ],
     ids=["layers-in-a-loop", "lora", "cpu"],
@@ -270,6 +273,7 @@ def test_resumed_it_is_equal_bit_for_bit(runs, resume, two_layer_model, config):
     assert_equal(saved(resumed), averages_in(Path(whole.args.output_dir) / "checkpoint-8"))
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("two_layers")
 def test_it_moves_between_devices_and_ways_to_run_layers(runs, resume):
     whole = runs.ours(config_cls=TPUSFTConfig, scan_layers="on", **SETTINGS, **SAVES)
@@ -278,6 +282,7 @@ def test_it_moves_between_devices_and_ways_to_run_layers(runs, resume):
     assert_close(saved(resume(checkpoint, "cpu")), expected)
 
 
+@pytest.mark.ci
 def test_a_checkpoint_without_one_begins_it(runs, resume, caplog):
     plain = runs.ours(config_cls=TPUSFTConfig, max_steps=4, adam_epsilon=1e-4, **SAVES)
     assert not list(Path(plain.args.output_dir).rglob(EMA_FILE))
@@ -301,6 +306,7 @@ def test_other_parameters_than_before(runs, resume):
     refused(["no average of model.norm.weight", "leave ema_decay out"], lambda: resume(checkpoint))
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("two_layers")
 def test_a_second_training_goes_on_with_it(runs):
     trainer = runs.ours(config_cls=TPUSFTConfig, scan_layers="on", **{**SETTINGS, "max_steps": 2})
@@ -310,7 +316,7 @@ def test_a_second_training_goes_on_with_it(runs):
     assert any(not torch.equal(first[name], average) for name, average in saved(trainer).items())
 
 
-@pytest.mark.parametrize("backend", ["xla", "cpu"])
+@pytest.mark.parametrize("backend", [pytest.param("xla", marks=pytest.mark.ci), "cpu"])
 def test_short_weights_have_a_long_average(runs, backend):
     model = AutoModelForCausalLM.from_pretrained(runs.model_dir, dtype=torch.bfloat16)
     config = dict(SETTINGS, ema_eval=True, model=model, max_steps=3, eval_strategy="steps", eval_steps=2)

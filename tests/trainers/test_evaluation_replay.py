@@ -171,7 +171,9 @@ def test_a_batch_that_is_predicted_by_hand_leaves_the_model_as_it_is(make):
     assert counted.replays == 0
 
 
-@pytest.mark.parametrize("kind", ["dpo", pytest.param("reward", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("dpo", marks=pytest.mark.ci), pytest.param("reward", marks=pytest.mark.slow)]
+)
 def test_preferences(xla, tmp_path, kind):
     evaluations = []
     for replay in (None, False):

@@ -36,7 +36,12 @@ def whole():
     "time", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(10, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize(
-    "name", ["_set_buffer_donation", "_get_graph_hash", "_xla_warm_up_cache", "_run_cached_graph"]
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.ci) for name in ("_set_buffer_donation", "_get_graph_hash")),
+        "_xla_warm_up_cache",
+        "_run_cached_graph",
+    ],
 )
 def test_a_run_goes_on_with_traced_steps(runs, whole, same_logs, monkeypatch, caplog, name, time):
     if not whole:
@@ -51,7 +56,7 @@ def test_a_run_goes_on_with_traced_steps(runs, whole, same_logs, monkeypatch, ca
     assert all("INTERNAL: on purpose" in line and "please report this line" in line for line in said)
 
 
-@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize("saves", [False, pytest.param(True, marks=pytest.mark.ci)])
 def test_a_step_that_lost_its_weights_names_the_checkpoint(runs, monkeypatch, saves):
     trainer = runs.ours(
         train=False, config_cls=TPUSFTConfig, **CONFIG, save_strategy="steps" if saves else "no", save_steps=2

@@ -98,8 +98,8 @@ def precomputed(trainer):
         ("sft", evaluated, {}),
         pytest.param("sft", evaluated, {"rematerialization": "none"}, marks=pytest.mark.slow),
         pytest.param("sft", predicted, {}, marks=pytest.mark.slow),
-        ("teacher", trained, {}),
-        ("dpo", trained, {}),
+        pytest.param("teacher", trained, {}, marks=pytest.mark.ci),
+        pytest.param("dpo", trained, {}, marks=pytest.mark.ci),
         ("dpo", precomputed, {"precompute_ref_log_probs": True}),
     ],
     ids=["evaluation", "evaluation-unrolled-steps", "prediction", "teacher", "reference", "precomputed"],
@@ -114,6 +114,7 @@ def test_programs_do_not_grow_with_layers_and_numbers_are_the_same(make, instruc
     torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(found[0]), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.ci
 def test_evaluations_share_a_program_with_each_other_and_with_training(xla, make):
     trainer = make(eval_strategy="steps", eval_steps=2)
     state = {name: value.cpu().clone() for name, value in trainer.model.named_parameters()}
@@ -133,6 +134,7 @@ def test_evaluations_share_a_program_with_each_other_and_with_training(xla, make
     assert trainer.watch.recompiles == 0
 
 
+@pytest.mark.ci
 def test_an_average_is_evaluated_by_the_loop(make, instructions, caplog):
     losses, sizes = [], []
     for scan_layers in ("off", "auto"):
@@ -159,6 +161,7 @@ class LooksAtTheReference(TrainerCallback):
             self.reference.model.layers[3].register_forward_hook(lambda *args: None)
 
 
+@pytest.mark.ci
 def test_a_callback_sees_and_changes_the_layers_of_a_reference(make, caplog):
     losses, looks = [], []
     for scan_layers in ("off", "auto"):

@@ -70,7 +70,7 @@ def assert_same(trainer, other, logged):
 @pytest.mark.parametrize(
     ("model", "config"),
     [
-        (dict(), dict(max_steps=6, show_samples=1)),
+        pytest.param(dict(), dict(max_steps=6, show_samples=1), marks=pytest.mark.ci),
         pytest.param(
             dict(family="llama"),
             dict(max_steps=10, lora={"target_modules": "all-linear"}, step_replay=False),
@@ -120,6 +120,7 @@ def test_the_program_takes_half_the_bytes(train, monkeypatch):
     assert sum(sizes[InFloat32]) - sum(sizes[TPUSFTTrainer]) == frozen / 2
 
 
+@pytest.mark.ci
 def test_the_model_is_as_it_was_and_trains_on(train, exact):
     before = AutoModelForCausalLM.from_pretrained(exact(), dtype=torch.float32)
     trainers = [train(cls, eval_strategy="steps", eval_steps=4) for cls in (TPUSFTTrainer, InFloat32)]
@@ -144,6 +145,7 @@ def test_the_model_is_as_it_was_and_trains_on(train, exact):
         assert torch.equal(*trainer.backend.fetch((merged[0][name].detach(), expected.detach()))), name
 
 
+@pytest.mark.ci
 @ONE_CHIP
 def test_weights_that_were_changed_between_runs_are_not_rounded(train, exact):
     """With the layers as a loop, which keeps its tensors from one run to the next."""

@@ -174,7 +174,11 @@ def check_one_graph(trainer, graphs=1, accumulation=1):
     [
         pytest.param(
             name,
-            marks=slow if name in ("gemma3", "idefics3", "qwen3_vl") or name == "llava" and not ON_TORCH_TPU else (),
+            marks=slow
+            if name in ("gemma3", "idefics3", "qwen3_vl") or name == "llava" and not ON_TORCH_TPU
+            else pytest.mark.ci
+            if name == "qwen2_5_vl"
+            else (),
         )
         for name in FAMILIES
     ],
@@ -303,7 +307,9 @@ def test_pairs_have_the_images_of_their_example(images):
     assert torch.equal(pixels[:2], pixels[2:]) and found.sum(1).tolist() == [8, 4, 8, 4]
 
 
-@pytest.mark.parametrize("family", ["smolvlm", pytest.param("qwen2_5_vl", marks=slow)])
+@pytest.mark.parametrize(
+    "family", [pytest.param("smolvlm", marks=pytest.mark.ci), pytest.param("qwen2_5_vl", marks=slow)]
+)
 def test_without_max_length_the_longest_row_is_looked_for(images, family):
     """As in TRL's `sft_vlm.py`. Of the rows to evaluate, too."""
     rows, more = make_rows([1, 2, 1, 1] * 2), make_rows([3, 1, 1, 1])

@@ -46,7 +46,7 @@ def times(kind, name, steps, saves, marks=()):
 @pytest.mark.parametrize(
     ("kind", "steps", "saves"),
     [
-        times("sft", "once", 0, 1),
+        times("sft", "once", 0, 1, pytest.mark.ci),
         *(times(kind, "five-times", 3, 2, pytest.mark.slow) for kind in kill_driver.KINDS),
     ],
 )

@@ -80,7 +80,7 @@ def test_family_trains_as_upstreams(runs, scanned, same_logs, make, family):
             dict(rematerialization="none", gradient_accumulation_steps=2, max_steps=3), marks=pytest.mark.slow
         ),
         pytest.param(dict(rematerialization="none", lora={}, learning_rate=1e-2), marks=pytest.mark.slow),
-        dict(gradient_accumulation_steps=2, max_steps=3),
+        pytest.param(dict(gradient_accumulation_steps=2, max_steps=3), marks=pytest.mark.ci),
         pytest.param(dict(packing=True, packing_strategy="wrapped", max_steps=3), marks=pytest.mark.slow),
         pytest.param(dict(step_replay=False, max_steps=3), marks=pytest.mark.slow),
     ],
@@ -133,7 +133,10 @@ def in_blocks(monkeypatch):
 @pytest.mark.parametrize(
     "config",
     [
-        dict(lora={"lora_dropout": 0.2}, packing=True, packing_strategy="wrapped", rematerialization="dots"),
+        pytest.param(
+            dict(lora={"lora_dropout": 0.2}, packing=True, packing_strategy="wrapped", rematerialization="dots"),
+            marks=pytest.mark.ci,
+        ),
         pytest.param(dict(gradient_accumulation_steps=2), marks=pytest.mark.slow),
     ],
     ids=["packed-lora-dropout-dots", "full-accumulated"],
@@ -163,7 +166,9 @@ def test_layers_that_may_look_at_other_rows_get_them_all(scanned, make, in_block
     assert set(counts) == {1}
 
 
-@pytest.mark.parametrize("policy", ["full", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "policy", [pytest.param("full", marks=pytest.mark.ci), pytest.param("none", marks=pytest.mark.slow)]
+)
 def test_checkpoints_are_those_of_the_layers(scanned, same_logs, same_steps, make, tmp_path, policy):
     """Written by a run of either kind, resumed by a run of either kind."""
     config = dict(max_steps=4, save_strategy="steps", save_steps=2, lora=None, rematerialization=policy)
@@ -273,6 +278,7 @@ def test_the_steps_are_one_program(xla, scanned, make):
     assert compiles[1] <= compiles[0]
 
 
+@pytest.mark.ci
 def test_steps_with_dropout_in_the_loop_are_replayed(xla, scanned, make, same_logs):
     steps = dict(max_steps=6, logging_steps=1)
     trainers = []
@@ -362,7 +368,9 @@ class Freezes(TrainerCallback):
         model.get_submodule("model.layers.1").requires_grad_(False)
 
 
-@pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "accumulation", [pytest.param(1, marks=pytest.mark.ci), pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_layers_that_are_no_longer_alike_leave_the_loop(runs, same_logs, make, caplog, accumulation):
     config = dict(max_steps=9, gradient_accumulation_steps=accumulation, kwargs={"callbacks": [Freezes()]})
     model = make(num_hidden_layers=2)

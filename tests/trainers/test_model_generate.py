@@ -72,6 +72,7 @@ class Beams(TrainerCallback):
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, num_beams=2, do_sample=False)
 
 
+@pytest.mark.ci
 def test_what_programs_cannot_do_is_done_as_upstream_does_it(runs, caplog):
     trainer = runs.ours(train=False, max_steps=2)
     trainer.add_callback(Beams())

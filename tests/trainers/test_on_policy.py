@@ -88,6 +88,7 @@ def test_every_number_is_upstreams(xla, models, name):
     assert sum(step.fallbacks for step in counted) == 0 and trainer.watch.recompiles == 0
 
 
+@pytest.mark.ci
 def test_what_the_student_writes(xla, models, writes, tmp_path):
     """Greedily the student writes what upstream's does, so all numbers are the same, in three programs; a resumed run goes on."""
     greedy = case(top_k=1, steps=10, max_completion_length=6, learning_rate=1e-2, model_config=ONE_LAYER)

@@ -215,6 +215,7 @@ def test_evaluation_of_data_that_is_not_prepared(xla, models, kind):
     assert_same_numbers(case, ours, stock)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dpo", "reward")), "kto"])
 def test_the_loss_beside_metrics_of_predictions_counts_pairs(xla, models, kind):
     """In the last batch are 3 of 4 examples, which in upstream's mean are as many. Predictions have upstream's columns."""
@@ -243,6 +244,7 @@ class Logs(TrainerCallback):
         self.seen.append(dict(logs))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dpo", "kto")), "reward"])
 def test_the_line_at_the_start_counts_both_sequences_of_a_pair(xla, models, kind, capsys):
     case = Case(kind, {"gradient_accumulation_steps": 2}, model_config=ONE_LAYER, steps=2)
@@ -269,6 +271,7 @@ def test_bfloat16(xla, models, kind, lora):
     assert len(numbers) > STEPS // 2 and all(map(math.isfinite, numbers))
 
 
+@pytest.mark.ci
 def test_gradients_of_kto_in_bfloat16(xla, models):
     # The policy computes the KL term without a graph, then the loss with one, from the same weights. Activation checkpointing
     # casts them anew in the backward pass.

@@ -54,7 +54,7 @@ def reference_of(trainer):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "dpo-synced" else [pytest.mark.slow]) for name in CASES]
+    "name", [pytest.param(name, marks=pytest.mark.ci if name == "dpo-synced" else pytest.mark.slow) for name in CASES]
 )
 def test_resumes_bit_for_bit(xla, models, tmp_path, monkeypatch, name):
     """At a log, and between two, of which the first covers only the steps since."""

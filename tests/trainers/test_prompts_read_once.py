@@ -78,6 +78,7 @@ def test_wanted_and_not_possible(xla, models):
     assert any(line.startswith("max_prompt_length=2 has no effect on cpu: ") for line in eager.compiled.changes)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "case",
     [

@@ -97,6 +97,7 @@ def test_dpo_has_the_numbers_of_bitsandbytes(quantized, tmp_path):
     assert len(set(found[0])) > 1
 
 
+@pytest.mark.ci
 def test_weights_stay_packed_and_steps_are_counted_as_ever(quantized):
     trainer, steps = train_and_count(quantized, lora=LORA, scan_layers="on", logging_steps=100)
     # The last one gives layers their parameters back.
@@ -110,6 +111,7 @@ def test_weights_stay_packed_and_steps_are_counted_as_ever(quantized):
     assert trainer.find_facts().precision == "bfloat16/float32/nf4 weights"
 
 
+@pytest.mark.ci
 def test_resumed_run_ends_bit_for_bit_where_the_whole_one_does(quantized, tmp_path):
     whole = quantized.ours(
         lora=LORA, save_strategy="steps", save_steps=2, max_steps=4, output_dir=str(tmp_path / "whole")

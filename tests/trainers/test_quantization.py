@@ -149,7 +149,9 @@ def test_searched_scales(runs, train):
     assert losses(searched, "kd_loss")[0] < 0.8 * losses(largest, "kd_loss")[0]
 
 
-@pytest.mark.parametrize("adapters", ["inside", pytest.param("beside", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "adapters", [pytest.param("inside", marks=pytest.mark.ci), pytest.param("beside", marks=pytest.mark.slow)]
+)
 def test_the_base_that_teaches_is_not_rounded(runs, train, adapters):
     config = dict(lora=ALL_LINEAR, kd_alpha=1.0, qat_adapters=adapters, max_steps=2)
     found = train(kd_teacher="base", **config)
@@ -201,7 +203,9 @@ def test_a_run_that_never_rounds_says_so(train, caplog):
     assert "qat_fake_quant_after_n_steps=2 leaves none of the 2 steps of this run" in caplog.text
 
 
-@pytest.mark.parametrize("scale", [pytest.param("max", marks=pytest.mark.slow), "mse"])
+@pytest.mark.parametrize(
+    "scale", [pytest.param("max", marks=pytest.mark.slow), pytest.param("mse", marks=pytest.mark.ci)]
+)
 @pytest.mark.parametrize(
     "lora", [pytest.param(None, id="full", marks=pytest.mark.slow), pytest.param(ALL_LINEAR, id="inside")]
 )
@@ -217,6 +221,7 @@ def test_resumed_bit_for_bit(train, lora, scale):
         assert torch.equal(weight, weights[name]), name
 
 
+@pytest.mark.ci
 def test_checkpoints_and_the_trained_model_are_plain(runs, train):
     config = dict(
         save_strategy="steps", save_steps=4, eval_strategy="steps", eval_steps=4, qat_quantize_embedding=True

@@ -336,6 +336,7 @@ def test_batch_normalisation_sees_the_rows_of_a_batch_together(trained, caplog):
     assert "BatchNorm2d takes the mean over the rows of a batch" in caplog.text
 
 
+@pytest.mark.ci
 def test_a_loss_of_the_callers(trained, caplog):
     make_model, targets = ALIKE["classes"]
     assert trained(make_model, texts(**targets), kwargs={"compute_loss_func": mean_of_rows}) == OWN_SHAPE
@@ -363,7 +364,7 @@ def drop_nothing(module, args, output):
     """A hook of the user's."""
 
 
-@pytest.mark.parametrize("hooked", [False, True], ids=["plain", "hooked"])
+@pytest.mark.parametrize("hooked", [False, pytest.param(True, marks=pytest.mark.ci)], ids=["plain", "hooked"])
 def test_supervised_training_is_completed_unless_there_is_code_of_the_callers(runs, same_logs, hooked, caplog):
     """22 rows in batches of 4, and 10 rows to evaluate."""
 

@@ -87,6 +87,7 @@ def both(runs, same_logs):
     return train
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("lora", [pytest.param(None, id="full", marks=pytest.mark.slow), pytest.param({}, id="lora")])
 def test_steps_over_buckets_are_the_same_bits(both, lora, rows):
     """Another batch and learning rate at each step, lengths in turn."""
@@ -121,6 +122,7 @@ def test_accumulation_evaluation_and_dropout(both, lora):
     assert trainer.spent.replays == 16 - 4 + 9 - 2 * len(shapes)
 
 
+@pytest.mark.ci
 def test_dropout_in_the_model_draws_as_when_traced(both, runs):
     from transformers import AutoModelForCausalLM
 
@@ -137,6 +139,7 @@ def test_no_clipping_logs_the_norm_all_the_same(both):
     both(max_grad_norm=0.0, max_steps=6, logging_steps=2)
 
 
+@pytest.mark.ci
 def test_resuming_replays_too(runs, same_logs):
     """Stopped after step 4 and resumed, with and without replay."""
     config = dict(AS_OTHERS, max_steps=8, save_strategy="steps", save_steps=4)
@@ -218,7 +221,7 @@ def start_dropout(model, **kwargs):
         pytest.param(other_betas, None, ["optimizer"], marks=pytest.mark.slow),
         pytest.param(clip_harder, None, ["args.max_grad_norm` was 1.0, is 0.001"], marks=pytest.mark.slow),
         pytest.param(replace_parameter, None, ["replaced", "optimizer"], marks=pytest.mark.slow),
-        (scale_lora, {}, ["scaling"]),
+        pytest.param(scale_lora, {}, ["scaling"], marks=pytest.mark.ci),
         pytest.param(
             start_dropout, None, ["layers.0.self_attn.attention_dropout` was 0.0, is 0.3"], marks=pytest.mark.slow
         ),
@@ -265,6 +268,7 @@ def test_an_optimizer_swapped_in_a_callback_is_used(both, runs):
     both(cls=Swapping, max_steps=10)
 
 
+@pytest.mark.ci
 def test_too_many_changes_end_in_tracing(both, caplog):
     class Toggle(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
@@ -359,6 +363,7 @@ def test_a_buffer_filled_in_a_callback_is_read_by_replayed_steps(both, caplog):
     assert trainer.spent.replays >= 3 and "Step replay is off" not in caplog.text
 
 
+@pytest.mark.ci
 def test_a_hook_is_not_left_out(both, caplog):
     class Hook(TrainerCallback):
         def on_train_begin(self, args, state, control, model, **kwargs):

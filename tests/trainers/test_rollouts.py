@@ -188,6 +188,7 @@ MORE = {
     "rloo-reward-model": Case("rloo", {"steps_per_generation": 2}, rewards=("model",), lora="given"),
 }
 BY_DEFAULT = {*CASES}
+IN_CI = {"grpo-shared", "grpo-reward-model"}
 if cpu_plugin.why_absent() is None:
     # With torch_tpu, which runs no more than these.
     CASES["grpo-operators"] = grpo(loss_type="bnpo", entropy_coef=0.01, compile_step="off")
@@ -200,7 +201,11 @@ def models(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in BY_DEFAULT)) for name in [*CASES, *MORE]]
+    "name",
+    [
+        *(pytest.param(name, marks=[pytest.mark.ci] * (name in IN_CI)) for name in CASES),
+        *(pytest.param(name, marks=[pytest.mark.slow] * (name not in BY_DEFAULT)) for name in MORE),
+    ],
 )
 def test_every_number_is_upstreams(xla, models, name):
     case = {**CASES, **MORE}[name]
@@ -213,6 +218,7 @@ def test_every_number_is_upstreams(xla, models, name):
     assert_compiled(case, trainer)
 
 
+@pytest.mark.ci
 def test_upstreams_config_and_its_devices(xla, models, monkeypatch):
     """A plain config, on XLA and on the eager CPU, where every method is upstream's."""
     case = Case("grpo", {"num_iterations": 2}, model_config=ONE_LAYER, steps=4)

@@ -23,6 +23,9 @@ from test_preference_resume import logged_after, weights_and_moments
 from trl import GRPOConfig, GRPOTrainer
 
 
+pytestmark = pytest.mark.ci
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     return tmp_path_factory.mktemp("written")

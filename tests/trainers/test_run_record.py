@@ -219,6 +219,7 @@ class _Looks(TrainerCallback):
         pass
 
 
+@pytest.mark.ci
 def test_why_steps_are_traced_is_told_as_on_the_screen(runs, caplog):
     runs.ours(**CONFIG, kwargs={"callbacks": [_Looks()]})
     (said,) = [record.message for record in caplog.records if "Step replay is off" in record.message]

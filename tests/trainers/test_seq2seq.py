@@ -100,6 +100,7 @@ def test_training_by_upstreams_collator(runs, collator, declared):
     assert trainer.watch.recompiles == 0
 
 
+@pytest.mark.ci
 def test_text_is_that_of_generate(runs):
     """By arguments of the call, too, and after training."""
     text = dict(predict_with_generate=True, generation_max_length=LONGEST)

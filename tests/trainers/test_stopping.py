@@ -142,6 +142,7 @@ def test_stopped_at(make, undisturb, same_logs, event, step, stops_after):
     assert_same(resumed, undisturbed, same_logs)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("make", ["xla"], indirect=True)
 def test_stopped_in_an_evaluation_on_xla(make, undisturb, same_logs):
     test_stopped_at(make, undisturb, same_logs, "on_prediction_step", 3, 3)

@@ -104,6 +104,7 @@ class CallsTheModel(TPUTrainer):
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
 
+@pytest.mark.ci
 def test_a_loss_of_ones_own_that_calls_the_model_is_replayed(classify, same_logs, capsys):
     """Its masks, too, are made without a read."""
     config = {"step_replay": True, "dataloader_drop_last": True}
@@ -132,6 +133,7 @@ class KeepsANumber(TPUTrainer):
         super().log({**logs, **self.backend.fetch({"my_loss": self.model.my_loss})}, *args)
 
 
+@pytest.mark.ci
 def test_a_number_of_ones_own_loss_is_kept_by_a_buffer_in_replayed_steps(classify, capsys, tmp_path):
     trainer = classify(KeepsANumber, TPUTrainingArguments, step_replay=True, dataloader_drop_last=True)
     logs = [log for log in trainer.state.log_history if "loss" in log]
@@ -143,6 +145,7 @@ def test_a_number_of_ones_own_loss_is_kept_by_a_buffer_in_replayed_steps(classif
     assert "(0 outside this package)" in text and "(0 replayed)" not in text
 
 
+@pytest.mark.ci
 def test_buckets(classify, stock, same_logs):
     config = dict(config_cls=TPUTrainingArguments, max_length=32, length_buckets=[16, 32])
     ours = classify(TPUTrainer, **config)
@@ -179,6 +182,7 @@ def told(xla, tiny_model, tmp_path_factory, runs_class):
     return runs.output_dir, printed.getvalue().splitlines()
 
 
+@pytest.mark.ci
 def test_metrics_reach_tensorboard(told):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

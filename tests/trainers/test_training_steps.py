@@ -68,6 +68,7 @@ def test_a_run_that_fails_in_a_step_leaves_nothing(runs):
     assert trainer.train().global_step == 6
 
 
+@pytest.mark.ci
 def test_steps_are_replayed_after_more_is_trained(runs):
     """The gradients of what was frozen before are there when the next step is traced."""
 
@@ -124,7 +125,7 @@ def clips_each_micro_step(upstream):
     "what",
     [
         *(pytest.param(what, marks=pytest.mark.slow) for what in ("a callback", "a callback that freezes")),
-        "an override",
+        pytest.param("an override", marks=pytest.mark.ci),
     ],
 )
 def test_gradients_between_micro_steps_are_the_users_to_change(runs, same_logs, what):

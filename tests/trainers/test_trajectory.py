@@ -16,7 +16,7 @@ EVERY_METRIC = {"loss", "grad_norm", "learning_rate", "entropy", "mean_token_acc
 
 
 @pytest.mark.usefixtures("two_layers")
-@pytest.mark.parametrize("lora", [None, {}], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [None, pytest.param({}, marks=pytest.mark.ci)], ids=["full", "lora"])
 def test_twenty_steps_with_evaluation(runs, xla, same_logs, lora):
     config = dict(max_steps=20, warmup_steps=5, eval_strategy="steps", eval_steps=10)
     ours = runs.ours(lora=lora, **config)
@@ -83,6 +83,7 @@ def test_streaming_with_several_evaluation_sets(runs, same_logs):
     same_logs(runs.ours(**config), runs.stock(**config))
 
 
+@pytest.mark.ci
 def test_accumulation_is_invariant(runs):
     one_by_eight = runs.ours(per_device_train_batch_size=1, gradient_accumulation_steps=8, max_steps=4)
     eight_by_one = runs.ours(per_device_train_batch_size=8, gradient_accumulation_steps=1, max_steps=4)
@@ -93,6 +94,7 @@ def test_accumulation_is_invariant(runs):
         assert a == pytest.approx(b, rel=1e-5)
 
 
+@pytest.mark.ci
 def test_bfloat16_compute_keeps_float32_weights_and_stays_close(runs):
     """TRL's default precision. The tolerance is that of bfloat16's 8 bits, on eager CPU as well."""
     ours, stock = runs.ours(bf16=True, max_steps=6), runs.stock(bf16=True, max_steps=6)
@@ -103,6 +105,7 @@ def test_bfloat16_compute_keeps_float32_weights_and_stays_close(runs):
         assert mine["loss"] == pytest.approx(other["loss"], rel=2**-8)
 
 
+@pytest.mark.ci
 def test_neftune_adds_noise_in_training_only(runs):
     noisy = runs.ours(neftune_noise_alpha=5.0, max_steps=3, learning_rate=0.0, eval_strategy="steps", eval_steps=3)
     plain = runs.ours(max_steps=3, learning_rate=0.0, eval_strategy="steps", eval_steps=3)
@@ -110,6 +113,7 @@ def test_neftune_adds_noise_in_training_only(runs):
     assert noisy.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-6)
 
 
+@pytest.mark.ci
 def test_one_nan_loss_is_reported_and_does_not_poison_later_logs(runs, caplog):
     from hf_tpu_ext import TPUSFTTrainer
 
@@ -132,11 +136,11 @@ def test_one_nan_loss_is_reported_and_does_not_poison_later_logs(runs, caplog):
 
 FAMILIES = ["llama", "gemma2", "gemma3_text", "mistral", "phi3", "gpt_neox", "qwen3_moe"]
 #: Soft caps and sliding windows; experts.
-BY_DEFAULT = ["gemma2", "qwen3_moe"]
+IN_CI = ["gemma2", "qwen3_moe"]
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[] if name in BY_DEFAULT else [pytest.mark.slow]) for name in FAMILIES]
+    "family", [pytest.param(name, marks=pytest.mark.ci if name in IN_CI else pytest.mark.slow) for name in FAMILIES]
 )
 def test_model_family(runs, same_logs, tmp_path, family):
     overrides = {"output_router_logits": True, "router_aux_loss_coef": 0.05} if family == "qwen3_moe" else {}
@@ -168,7 +172,7 @@ class Weighted(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
 
 
-@pytest.mark.parametrize("in_list", [False, True], ids=["dictionary", "list"])
+@pytest.mark.parametrize("in_list", [pytest.param(False, marks=pytest.mark.ci), True], ids=["dictionary", "list"])
 def test_tensors_in_a_dictionary_or_a_list_of_a_batch(tmp_path, same_logs, caplog, in_list):
     """They are data as others are. Printed, these would be the same in all batches: ones, with an ellipsis between."""
     torch.manual_seed(0)

@@ -133,6 +133,7 @@ def test_two_lines(train, runs, config_cls, ours, stock, settings):
     assert sum(step.compiles for step in counted) <= 2 * micro_steps
 
 
+@pytest.mark.ci
 def test_length_buckets(train):
     """The trainer of this package's with its own config: short pairs take a short graph, and every number is upstream's."""
     settings = {"max_steps": 6, "max_length": 48}

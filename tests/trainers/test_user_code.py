@@ -266,7 +266,7 @@ class AtEveryStep(TrainerCallback):
     "config",
     [
         {},
-        {"lora": {}},
+        pytest.param({"lora": {}}, marks=pytest.mark.ci),
         pytest.param({"label_smoothing_factor": 0.1}, marks=pytest.mark.slow),
         pytest.param({"packing": True}, marks=pytest.mark.slow),
     ],
@@ -361,6 +361,7 @@ def test_a_module_of_the_users_is_traced_and_named_once(xla, tmp_path, caplog, s
     same_logs(ours, train_scaled(tmp_path, use_cpu=True)[0])
 
 
+@pytest.mark.ci
 def test_an_attention_of_the_users_is_used_and_traced(runs, tiny_model, caplog, same_logs):
     """It computes something else from its fourth call on: a trace cannot know."""
     calls = []
@@ -482,7 +483,11 @@ class SetsWeight(TrainerCallback):
 
 
 @pytest.mark.parametrize(
-    "kind", ["number", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tensor", "in place"))]
+    "kind",
+    [
+        pytest.param("number", marks=pytest.mark.ci),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tensor", "in place")),
+    ],
 )
 def test_attributes_that_a_loss_of_ones_own_reads_are_compared(runs, kind):
     """With `step_replay=True`, too, of which the code does the same at every step but for them."""

@@ -245,6 +245,7 @@ def test_changes_of_the_callers_arguments_are_taken_up(runs, same_logs, caplog):
     ]
 
 
+@pytest.mark.ci
 def test_changes_of_the_callers_arguments_are_answered_by_the_table(runs, same_logs, caplog):
     trainers = []
     for name in ("ours", "stock"):

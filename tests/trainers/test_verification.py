@@ -44,6 +44,7 @@ def damage(checkpoint, rng):
     return f"{file.relative_to(checkpoint)} {kind}"
 
 
+@pytest.mark.ci
 def test_random_damage_is_seen_or_harmless(tmp_path, caplog):
     """The newest checkpoint is taken only if all that a run reads of it is what was written."""
     rng = random.Random(7)

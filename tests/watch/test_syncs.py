@@ -135,6 +135,7 @@ def test_an_operator_on_the_host_in_the_backward_pass(train, lines):
     assert line.endswith(f"It is the gradient of `{operator}`, wherever the model computes that.")
 
 
+@pytest.mark.ci
 def test_a_model_of_a_library_that_reads(train, lines):
     """YOLOS matches boxes with labels on the host, and their numbers are those of the images."""
     sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, num_labels=3)
