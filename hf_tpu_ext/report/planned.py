@@ -83,7 +83,7 @@ def compare_with_plan(run: Run, plan: Mapping[str, Any]) -> Section:
     tokens, all_tokens = (sum(counts[index] for counts in run.batches.values()) for index in (1, 2))
     measured = _figures(
         memory,
-        seconds and (seconds,),
+        None if seconds is None else (seconds,),
         rate and rate / backend["chips"],
         utilization,
         utilization and utilization * tokens / all_tokens,
