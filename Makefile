@@ -35,9 +35,7 @@ $(QUICKSTART)/ready.json: | setup
 quickstart: setup $(QUICKSTART)/ready.json  ## Fine-tune SmolLM2-135M on this machine with the stock `trl` command
 	HF_TPU_EXT_BACKEND=xla $(BIN)/trl sft --config recipes/quickstart.yaml
 
-test: setup  ## Lint and run the tests
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+test: quality  ## Check style, lint and types, and run the tests
 	$(BIN)/python -m pytest -q $(IN_PARALLEL) tests
 
 test-ci: setup  ## The tests that CI runs besides: they take longer
