@@ -160,9 +160,8 @@ class Rising(TPUSFTTrainer):
     def step_data(self):
         return {**super().step_data(), "weight": torch.tensor(1.0 + self.state.global_step)}
 
-    def data_of_evaluation(self):
-        data = super().data_of_evaluation()
-        return data if "weight" in data else {**data, "weight": self.backend.send(self.step_data()["weight"])}
+    def evaluation_data(self):
+        return {**super().evaluation_data(), "weight": self.step_data()["weight"]}
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)

@@ -18,7 +18,7 @@ from hf_tpu_ext import TPUSFTConfig
 
 
 ROOT = f"{Path(hf_tpu_ext.__file__).parent}/"
-# By step: files that are visited, and how often one is visited again. Numbers that may only fall.
+# By step: files that are visited, and how often one is visited again. Numbers that may only fall, but for a new stage.
 MOST = {"replayed": (23, 14), "traced": (46, 78)}
 
 

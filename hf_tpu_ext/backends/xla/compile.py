@@ -228,7 +228,7 @@ class Trace:
         if not self._sent_buffers.isdisjoint(buffers):
             raise CannotReplay(
                 "a host-to-device transfer within a step, whose value a replayed step would keep: fill a buffer of the model in "
-                "on_step_begin, and read that"
+                "a callback, and read that"
             )
         inputs = [self._places.get(buffer, value) for value, buffer in zip(values, buffers, strict=True)]
         results = [tensors[places[index]] for index in order]

@@ -82,11 +82,9 @@ class TPUGRPOTrainer(RewardedMixin, SyncedReferenceMixin, TPUTrainerMixin, GRPOT
         adapts = self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target
         return {**super().step_data(), _COEF: torch.tensor(0.0 if adapts else self.entropy_coef)}
 
-    def data_of_evaluation(self) -> dict[str, Tensor]:
-        data = super().data_of_evaluation()
-        if not self._entropy_bonus_enabled or _COEF in data:
-            return data
-        return {**data, _COEF: self.backend.send(self.step_data()[_COEF])}
+    def evaluation_data(self) -> dict[str, Tensor]:
+        data = super().evaluation_data()
+        return {**data, _COEF: self.step_data()[_COEF]} if self._entropy_bonus_enabled else data
 
     def state_of_steps(self) -> list[Tensor]:
         tensors = super().state_of_steps()

@@ -92,7 +92,7 @@ class CompiledEvaluation:
         self._trace_batch = trace
         with self.copies.not_made():
             data["seed"] = self.seeds.beside(next(self._batch_numbers))
-            device_data = {**self.send_batch(inputs, data), "of_evaluation": self.data_of_evaluation()}
+            device_data = {**self.send_batch(inputs, data), "of_evaluation": self.backend.send(self.evaluation_data())}
             return compiled(device_data, end, kind=kind)
 
     def _run_batch(self, data: dict[str, dict[Any, Any]], kind: str) -> Any:

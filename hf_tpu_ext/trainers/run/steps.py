@@ -36,7 +36,7 @@ class StepsMixin:
         with (
             self.models_compiled(inputs.pop("segment_ids", self.segment_ids)),
             self.chips.gather_over_chips(self.accelerator),
-            self.micro_steps_as_data({} if self.model.training else self.data_of_evaluation()),
+            self.micro_steps_as_data({} if self.model.training else self._numbers_of_evaluation()),
             self.metrics_deferred(),
         ):
             yield
@@ -85,17 +85,19 @@ class StepsMixin:
         """What programs depend on besides tensors, arguments and the optimizer: another value, another program."""
         return None
 
-    def data_of_evaluation(self) -> dict[str, torch.Tensor]:
-        if self.numbers_of_batch is not None:
-            return self.numbers_of_batch
+    def evaluation_data(self) -> dict[str, torch.Tensor]:
+        """Numbers on the host, besides the batch, that a batch of an evaluation needs on the device."""
         # SFT divides the load-balancing loss by the number of the step before, which there may not have been.
         steps = self.balances_experts and "current_gradient_accumulation_steps" in vars(self)
-        return self.backend.send(self.step_data()) if steps else {}
+        return self.step_data() if steps else {}
+
+    def _numbers_of_evaluation(self) -> dict[str, torch.Tensor]:
+        return self.backend.send(self.evaluation_data()) if self.numbers_of_batch is None else self.numbers_of_batch
 
     def numbers_of_loss(self) -> dict[str, torch.Tensor]:
-        """Where a loss is computed, on any device: what `step_data` lists, in an evaluation what `data_of_evaluation` does."""
+        """Where a loss is computed, on any device: what `step_data` lists, in an evaluation what `evaluation_data` does."""
         if not self.model.training:
-            return self.data_of_evaluation()
+            return self._numbers_of_evaluation()
         has_sent = self.compiles_steps or (self.generates and self.backend.static_shapes)
         return self.steps.data if has_sent else self.backend.send(self.step_data())
 
