@@ -78,11 +78,11 @@ class _ProgramHistory:
     #: The step whose operations these are.
     step: int | None = None
 
-    def compare(self, operations: Listing | None, when: str = "") -> Cause | None:
+    def compare(self, operations: Listing | None, find_own_code: Callable[[], str], when: str = "") -> Cause | None:
         """The first operation in which the program listed last, which ran `when`, differs from this one, where both were listed."""
         if self.operations is None or operations is None:
             return None
-        return compare_operations(self.operations(), operations(), when)
+        return compare_operations(self.operations(), operations(), when, find_own_code)
 
 
 class ProgramWatch:
@@ -169,7 +169,7 @@ class ProgramWatch:
     @property
     def programs(self) -> list[Hashable]:
         """The programs seen so far."""
-        return list(self._histories)
+        return list(dict.fromkeys((kind, shape) for kind, shape, _ in self._histories))
 
     def end(
         self, kind: str, shape: tuple[int, ...], where: str, run: Callable[[], Any] | None = None, settle: bool = False
@@ -182,8 +182,9 @@ class ProgramWatch:
         Where operators are programs, what was compiled is counted at the first of a kind and shape, and when it is to
         `settle`, since the device is waited for.
         """
-        history = self._histories.setdefault((kind, shape), _ProgramHistory())
         run = self._backend.end_step if run is None else run
+        # A step that is traced from now on is another program than one that could be replayed.
+        history = self._histories.setdefault((kind, shape, run == self._backend.end_step), _ProgramHistory())
         if run == self._backend.end_step and self._backend.compiles_operators:
             if history.runs and not settle:
                 return None
@@ -216,7 +217,9 @@ class ProgramWatch:
             seconds = self._note_event(kind, shape, cause)
             again = f"recompilation of the {kind} for batches of {format_size(shape)} ({seconds:.1f} s)"
             self._warn(history, f"{where}: {again}", cause)
-        elif history.open_event is not None and (cause := history.compare(operations)) is not None:
+        elif (
+            history.open_event is not None and (cause := history.compare(operations, self._find_own_code)) is not None
+        ):
             # The program that ran again is compared with the one that was recompiled.
             index, history.open_event = history.open_event, None
             event = self.events[index] = replace(self.events[index], cause=cause.what)
@@ -249,7 +252,9 @@ class ProgramWatch:
             self._note_other(frames, seconds)
 
     def _note_other(self, frames: Sequence[SourceLine], seconds: float) -> None:
-        line, in_step = own_line(frames), any(frame.function == "training_step" for frame in frames)
+        # The backward pass, in which checkpointed layers run again, has a thread of its own.
+        in_backward = bool(frames) and frames[-1].file == torch.autograd.function.__file__
+        line, in_step = own_line(frames), in_backward or any(frame.function == "training_step" for frame in frames)
         if line is None:
             library = library_line(frames) if in_step else None
             if library is not None and package_of(library.file) in OF_MODELS:
@@ -262,16 +267,22 @@ class ProgramWatch:
         place = describe_line(line)
         history = self._others.setdefault(place, _ProgramHistory())
         history.runs += 1
+        history.step = self.step if history.step is None else history.step
         cause = None
-        if history.runs > 1:
+        # Activation checkpointing runs a line twice in a step, which are two graphs.
+        if history.runs > 1 and not (in_step and history.step == self.step):
             cause = Cause(
                 f"{place} compiles another graph",
-                "Keep its shapes and Python numbers the same, or fetch the tensors with trainer.backend.fetch and compute "
+                "It reads the device within the step: keep the tensor in a buffer of the model, and fetch it in on_log with "
+                "trainer.backend.fetch."
+                if in_step
+                else "Keep its shapes and Python numbers the same, or fetch the tensors with trainer.backend.fetch and compute "
                 "on the host.",
             )
         self._note_event(f"graph of {place}", (), cause, seconds)
         where = "outside of training" if self.step is None else f"step {self.step}"
-        again = f"recompilation outside of the training steps ({seconds:.1f} s, number {history.runs} at this line)"
+        what = "within the step" if in_step else "outside of the training steps"
+        again = f"recompilation {what} ({seconds:.1f} s, number {history.runs} at this line)"
         self._warn(history, f"{where}: {again}", cause)
 
     # ---- Causes ----
@@ -305,7 +316,7 @@ class ProgramWatch:
         when = "" if history.open_event is None else f" at step {history.step}"
         history.open_event = None
         change = None if history.find_change is None else history.find_change()
-        difference = history.compare(operations, when)
+        difference = history.compare(operations, self._find_own_code, when)
         causes = [None if change is None else cause_of(change), difference]
         cause = next(filter(None, [cause, *(causes if history.is_stable else reversed(causes))]), None)
         if cause is difference and history.num_warnings < _MOST_LINES:

@@ -1,7 +1,7 @@
 """Causes of recompilation: what has changed since a graph was compiled before."""
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -23,6 +23,9 @@ class Cause:
     advice: str
     of_list: str = ""
 
+
+# Operations that compute nothing.
+_TAKEN = {"constant", "parameter"}
 
 #: What a program depends on besides what Python may read: `"batch"` is what [`~hf_tpu_ext.backends.compiled_function.describe_batch`] says,
 #: `"optimizer"` has its class, whether its state was there, and the numbers that matter; what changed last of all else, as half a
@@ -104,10 +107,15 @@ def _compare_optimizers(before: Mapping[str, str], after: Mapping[str, str]) -> 
     return Cause(f"`{name}` of {after['class']} was {old}, is {new}", advice)
 
 
-def compare_operations(before: Sequence[Operation], after: Sequence[Operation], when: str = "") -> Cause | None:
+def compare_operations(
+    before: Sequence[Operation],
+    after: Sequence[Operation],
+    when: str = "",
+    find_own_code: Callable[[], str] = str,
+) -> Cause | None:
     """
     The first operation in which a program, which ran `when`, e.g. `" at step 2"`, and one that was compiled again differ; `None` if none
-    does.
+    does. Where its line is not known, `find_own_code` names code of the user's.
     """
     # The order is that in which results need one another, so what follows from a difference comes after it.
     pairs = list(zip_longest(before, after))
@@ -117,25 +125,25 @@ def compare_operations(before: Sequence[Operation], after: Sequence[Operation], 
     if (equal_numbers := _compare_numbers(before, after, when)) is not None:
         return equal_numbers
     old, new = pairs[index]
-    places = [operation.place for operation in (new, old) if operation is not None and operation.place is not None]
-    # Where a mode has handed an operator on, torch_xla records the line of the mode; of `tensor ** number`, a line of PyTorch.
-    places = [p for p in places if p.file != deferred_reads.__file__ and package_of(p.file) != "torch"]
-    is_new = old is None or (new is not None and len(after) >= len(before))
-    # Arguments of an operator come before it.
-    program = after if is_new else before
-    at_once = (later for later in program[index:] if later.place == program[index].place)
-    operation = next((later for later in at_once if later.name not in ("constant", "parameter")), program[index])
+    is_new = len(after) >= len(before)
+    operation = _operation_at(index, *((after, before) if is_new else (before, after)))
     operator = operation.operator or operation.name
+    places = [one.place for one in (new, old, operation) if one is not None and one.place is not None]
+    # Where a mode has handed an operator on, torch_xla records the line of the mode; of `tensor ** number`, a line of PyTorch.
+    places = [place for place in places if place.file != deferred_reads.__file__ and package_of(place.file) != "torch"]
     where = f" [{describe_line(places[0])}]" if places else ""
+    if not places and (own_code := find_own_code()):
+        where = f", in {own_code}"
     if old is not None and new is not None:
-        if {old.name, new.name} <= {"constant", "parameter"} and old.shape == new.shape:
-            numbers = [_number(operation) for operation in (old, new)]
+        if {old.name, new.name} <= _TAKEN and old.shape == new.shape:
+            numbers = [_number(each) for each in (old, new)]
             return Cause(
-                f"a scalar of the graph was {numbers[0]}{when}, is {numbers[1]}{where or f' (an argument of `{operator}`)'}",
+                f"a scalar of the graph was {numbers[0]}{when}, is {numbers[1]}"
+                f"{'' if places else f' (an argument of `{operator}`)'}{where}",
                 f"torch_xla folds {FOLDED_NUMBERS} and non-tensor arguments into the graph: send the value as a tensor, "
                 "trainer.backend.send(torch.tensor(value)), or keep it constant.",
             )
-        if old.name == new.name:
+        if old.name == new.name and old.name not in _TAKEN:
             return Cause(
                 f"`{old.name}` was {_describe(old)}{when}, is {_describe(new)}{where}",
                 "Keep shapes and slice bounds the same at every step: mask instead of slicing.",
@@ -148,6 +156,18 @@ def compare_operations(before: Sequence[Operation], after: Sequence[Operation], 
         f"{words}{where}",
         "Run the same operators at every step: instead of branching, multiply by a 0 or 1 sent as a tensor.",
     )
+
+
+def _operation_at(index: int, program: Sequence[Operation], other: Sequence[Operation]) -> Operation:
+    """The first operation of a program from a place on that computes something which another program does not."""
+    # Arguments of an operator come before it.
+    found = program[index]
+    if found.name in _TAKEN:
+        known = {operation.structure for operation in other}
+        later = [operation for operation in program[index:] if operation.name not in _TAKEN]
+        at_once = [operation for operation in later if operation.place == found.place]
+        found = next((operation for operation in later if operation.structure not in known), *(at_once[:1] or [found]))
+    return found
 
 
 def _compare_numbers(before: Sequence[Operation], after: Sequence[Operation], when: str) -> Cause | None:

@@ -260,7 +260,7 @@ def test_a_number_that_changes_is_found_by_the_comparison(xla, total):
     for turn in range(5):
         call(1.0)
         expected = expected * (3 + turn) + 1
-    assert call.said == ["a constant of the graph has changed"]
+    assert len(call.said) == 1 and call.said[0].startswith("a constant of the graph has changed (")
     assert torch.equal(xla.fetch(total), expected)
 
 

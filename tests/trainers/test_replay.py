@@ -337,6 +337,12 @@ def test_code_that_replay_would_leave_out_is_traced_and_said_once(both, caplog, 
     assert len(said) == 1 and says in said[0]
 
 
+def test_steps_that_are_traced_for_good_are_no_recompilation(runs):
+    trainer = runs.ours(config_cls=TPUSFTConfig, cls=ChangesNumber, step_replay=True, max_recompiles=0, max_steps=5)
+    assert trainer.steps.why_traced.startswith("a constant of the graph has changed")
+    assert len([event for event in trainer.watch.events if event.kind == "training step"]) == 2
+
+
 def test_a_pure_subclass_is_replayed_when_asked(both):
     both(cls=OwnLoss, step_replay=True, max_steps=6)
 

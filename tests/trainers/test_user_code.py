@@ -444,6 +444,32 @@ def test_a_loss_set_in_the_middle_of_a_run_is_used(runs, same_logs, caplog):
     same_logs(ours, traced, rel=0)
 
 
+def test_a_branch_in_a_hook_is_named_by_its_operator_and_module(runs):
+    trainer = runs.ours(train=False, config_cls=TPUSFTConfig, max_steps=7, dataloader_drop_last=True)
+
+    def scale(module, args, output):
+        return output * 1.01 if trainer.state.global_step % 3 == 2 else output
+
+    trainer.model.model.layers[0].mlp.register_forward_hook(scale)
+    trainer.train()
+    (event,) = (event for event in trainer.watch.events if event.cause is not None)
+    assert event.step == 3 and event.cause.startswith("the step computes `aten::mul` of f32[")
+    assert event.cause.endswith(", in code of yours: a user hook on model.layers.0.mlp")
+
+
+def test_a_hook_that_reads_in_a_checkpointed_layer_is_no_recompilation(runs):
+    """It runs twice in a step, the second time in the thread of the backward pass."""
+    trainer = runs.ours(train=False, config_cls=TPUSFTConfig, gradient_checkpointing=True, max_steps=2)
+    largest = []
+
+    def read(module, args, output):
+        largest.append(output.detach().abs().max().item())
+
+    trainer.model.model.layers[0].mlp.register_forward_hook(read)
+    trainer.train()
+    assert len(largest) == 4 and trainer.watch.recompiles == 0
+
+
 def test_lines_of_a_loss_of_ones_own_are_named(runs):
     """Upstream's loss runs with its reads deferred, which has a line of Python in each call of an operator."""
     calls = count()

@@ -31,6 +31,7 @@ from . import graphs
 
 # The place of a tensor in what a function returns.
 _TENSOR = object()
+_IN_A_BUFFER = " (a number that changes belongs into a buffer of the model, which a callback fills)"
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class Executable:
     def difference(self, other: "Executable") -> str | None:
         """How another trace of the same function differs, as a clause; `None` if it does not matter."""
         if self.handle != other.handle:
-            return "the graph has changed"
+            return f"the graph has changed{_IN_A_BUFFER}"
         if (self.written_places, self.output_places, self.structure) != (
             other.written_places,
             other.output_places,
@@ -143,7 +144,7 @@ class Executable:
         buffers = zip(graphs.identify_buffers(mine), graphs.identify_buffers(theirs), strict=True)
         for (buffer, other_buffer), value, other_value in zip(buffers, mine, theirs, strict=True):
             if buffer != other_buffer and not torch.equal(value.cpu(), other_value.cpu()):
-                return "a constant of the graph has changed"
+                return f"a constant of the graph has changed{_IN_A_BUFFER}"
         return None
 
 

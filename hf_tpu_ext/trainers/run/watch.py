@@ -85,12 +85,15 @@ class WatchMixin:
         self._optimizer_before = bool(optimizer.state), [dict(group) for group in optimizer.param_groups]
 
     def _name_own_code(self) -> str:
-        """Code of the user's that runs within a step."""
+        """Code of the user's that runs within a step, for "in ..."."""
         for owner in type(self).__mro__:
             if not is_known(owner.__module__):
                 for name in sorted(names_of_a_step(type(self)) & vars(owner).keys()):
                     return _describe_code(vars(owner)[name])
-        return "compute_loss_func" if self.compute_loss_func is not None else ""
+        if self.compute_loss_func is not None:
+            return "compute_loss_func"
+        own_code = self.own_code_in_step("train")
+        return "" if own_code is None else f"code of yours: {own_code}"
 
     def _name_collator(self) -> str:
         """The collator that the user gave, or has put in its place since."""
