@@ -117,9 +117,15 @@ class TeacherCache:
         """Raise a `ValueError` if rows of a prepared dataset, called `name` in it, are not in the cache."""
         absent = [row for row, input_ids in enumerate(dataset_sequences(dataset)) if input_ids not in self]
         if absent:
+            fix = f"It was built from other data: build another from this recipe: {MAKE} DIR"
+            if name.startswith("eval_dataset"):
+                fix = (
+                    "It was built from other data, or by a recipe without eval_strategy. Build it with evaluation rows: "
+                    f"{MAKE} {self.directory} --kd_teacher {self.manifest.teacher} --eval_strategy steps --overwrite"
+                )
             raise UserError(
                 f"{len(absent)} of {len(dataset)} sequences of {name} are not in the teacher's cache {self.directory}, "
-                f"first row {absent[0]}. It was built from other data: build another from this recipe: {MAKE} DIR"
+                f"first row {absent[0]}. {fix}"
             )
 
     def check(

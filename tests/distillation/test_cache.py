@@ -116,6 +116,8 @@ def test_missing_sequences_are_counted_and_named(cache_dir, rows):
     ):
         cache.check_dataset(more, "train_dataset")
     cache.check_dataset(rows, "train_dataset")
+    with pytest.raises(ValueError, match=r"or by a recipe without eval_strategy.* --eval_strategy steps --overwrite"):
+        cache.check_dataset(more, "eval_dataset")
     with pytest.raises(ValueError, match=r"A sequence of 3 tokens that begins with \[5, 6, 7\] is not in"):
         cache.lookup([5, 6, 7], 1.0, 4)
 

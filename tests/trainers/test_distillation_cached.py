@@ -110,6 +110,6 @@ def test_a_cache_of_the_student_itself_and_what_the_start_says(runs, distil, mak
     message = refusal(distil, {"kd_cache": made})
     assert "the student itself. Train with LoRA (use_peft: true)" in message
     assert "or build a cache of another teacher: hf-tpu cache-teacher" in message
-    distil(kd_cache=made, kd_temperature=2.0, max_steps=1, lora={})
+    distil(kd_cache=made, kd_teacher=str(runs.model_dir), kd_temperature=2.0, max_steps=1, lora={})
     out = capsys.readouterr().out
-    assert "its top 32 tokens" in out and "of its mass at temperature 2" in out
+    assert "its top 32 tokens" in out and "of its mass at temperature 2" in out and "all tokens" not in out

@@ -10,6 +10,7 @@ from trl.trainer.utils import RepeatSampler
 
 from ...errors import UserError
 from ...formatting import count, kind_of_device, number_setting
+from ...temporarily import temporarily
 from ..checkpoint.resumption import read_run_state
 
 
@@ -89,6 +90,12 @@ class RolloutCheckpoints:
             if value.ndim == 2:
                 padded_batch[key + _COLUMNS] = torch.full((len(value),), value.shape[1], device=value.device)
         return padded_batch
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        # A checkpoint has no texts: of a generation that a resumed run goes on with, upstream would write a table without rows over
+        # that of the run before.
+        with temporarily(self, log_completions=self.log_completions and len(self._logs["prompt"]) > 0):
+            super().log(logs, start_time)
 
     def _find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
         checkpoint = super()._find_checkpoint(resume_from_checkpoint)

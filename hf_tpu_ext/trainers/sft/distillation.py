@@ -69,7 +69,7 @@ class DistillationMixin:
             self.teacher = OnlineTeacher(
                 self._load_teacher(args.kd_teacher), self.backend, self.chips.mesh, self.compiled.attention
             )
-        if args.kd_teacher is not None:
+        if args.kd_cache is None:
             tokens = "all tokens" if args.kd_top_k is None else f"its top {args.kd_top_k} tokens"
             self.compiled.changes.append(f"teacher {args.kd_teacher}: {tokens} at temperature {args.kd_temperature:g}")
 
