@@ -339,6 +339,7 @@ CHIPS = {
 }
 
 
+@pytest.mark.usefixtures("two_layers")
 @pytest.mark.parametrize("name", CHIPS)
 @pytest.mark.slow
 def test_eight_chips(runs, rows, on_devices, as_trainer, same_logs, tmp_path, name):
