@@ -290,6 +290,7 @@ def test_what_has_no_effect_is_said(train):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("two_layers")
 def test_eight_chips(same_on_eight_chips):
     # Their first update differs in last bits, which then decide about integers.
     common = dict(INT4, max_steps=1)
