@@ -236,7 +236,7 @@ def test_recipe_learns_to_copy(tmp_path):
         per_device_train_batch_size=16,
         per_device_eval_batch_size=8,
         learning_rate=1e-2,
-        num_train_epochs=10,
+        num_train_epochs=20,
         eval_strategy="epoch",
         save_strategy="no",
         report_to="none",

@@ -191,9 +191,14 @@ class Fails(TrainerCallback):
 
 
 def left_on(model):
-    """Whatever a run can leave on the modules of a model."""
+    """Whatever a run can leave on the modules of a model. Upstream leaves a hook of activation checkpointing."""
     return [
-        (name, "forward" in vars(module), "zero_grad" in vars(module), len(module._forward_hooks))
+        (
+            name,
+            "forward" in vars(module),
+            "zero_grad" in vars(module),
+            sum(not hook.__module__.startswith("transformers.") for hook in module._forward_hooks.values()),
+        )
         for name, module in model.named_modules()
     ]
 
@@ -201,7 +206,7 @@ def left_on(model):
 @pytest.mark.slow
 def test_a_run_that_failed_leaves_nothing_to_the_next(runs, same_logs):
     logs = []
-    for name, config in {"ours": {"rematerialization": "mlp"}, "stock": {}}.items():
+    for name, config in {"ours": {"rematerialization": "dots"}, "stock": {}}.items():
         failing = Fails(RuntimeError("mine"), KeyboardInterrupt())
         config |= {"max_steps": 4, "logging_steps": 3, "gradient_accumulation_steps": 2}
         trainer, _ = make_trainer(runs, name, [failing], **config)
