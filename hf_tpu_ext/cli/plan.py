@@ -177,7 +177,6 @@ def _run(argv: list[str], stop: _Stop) -> int:
     recipe.command_line["backend"] = backend.name
     with tempfile.TemporaryDirectory() as directory, json_output(options.json) as write_json:
         if options.seq_lengths:
-            _check_lengths(recipe, command, options.seq_lengths)
             recipe = _with_synthetic_rows(recipe, command, Path(directory), options.seq_lengths)
         elif "dataset_name" not in recipe and "datasets" not in recipe and not recipe.asks_for_help:
             raise UserError(
@@ -238,8 +237,6 @@ def _run(argv: list[str], stop: _Stop) -> int:
 
 def _check_lengths(recipe: Recipe, command: str, lengths: list[int]) -> None:
     """Refuse lengths of rows that the run would cut."""
-    if command not in ("sft", "reward", "dpo", "kto") or _takes_images(recipe):
-        return
     is_set = "max_length" in recipe
     max_length = recipe.number("max_length") if is_set else SCRIPTS[command].parser().get_default("max_length")
     if max_length is not None and max(lengths) > max_length:
@@ -258,6 +255,8 @@ def _with_synthetic_rows(recipe: Recipe, command: str, directory: Path, lengths:
     if command in ("sft", "dpo", "kto") and _takes_images(recipe):
         without = replace(recipe, file=file, command_line=command_line)
         return _with_synthetic_images(without, command, directory, lengths)
+    if command in ("sft", "reward", "dpo", "kto"):
+        _check_lengths(recipe, command, lengths)
     if command == "sft":
         masks = {"completion_only_loss": "completion_mask", "assistant_only_loss": "assistant_masks"}
         columns = ["input_ids", *(column for setting, column in masks.items() if recipe.says_yes(setting))]

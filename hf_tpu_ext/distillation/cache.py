@@ -29,6 +29,7 @@ from .cache_format import (
 from .losses import TopK
 
 
+_OF_OTHER_DATA = f"It was built from other data: build another from this recipe: {MAKE} DIR"
 # What a batch holds of a teacher's answers, each of shape `(batch, length, ...)`.
 _KEYS = ("teacher_ids", "teacher_log_probs", "teacher_log_tail")
 
@@ -99,7 +100,7 @@ class TeacherCache:
         if place is None:
             raise UserError(
                 f"A sequence of {len(input_ids)} tokens that begins with {list(input_ids[:8])} is not in the teacher's cache "
-                f"{self.directory}. It was built from other data: build another from this recipe: {MAKE} DIR"
+                f"{self.directory}. {_OF_OTHER_DATA}"
             )
         manifest = self.manifest
         shard, number = place
@@ -117,7 +118,7 @@ class TeacherCache:
         """Raise a `ValueError` if rows of a prepared dataset, called `name` in it, are not in the cache."""
         absent = [row for row, input_ids in enumerate(dataset_sequences(dataset)) if input_ids not in self]
         if absent:
-            fix = f"It was built from other data: build another from this recipe: {MAKE} DIR"
+            fix = _OF_OTHER_DATA
             if name.startswith("eval_dataset"):
                 fix = (
                     "It was built from other data, or by a recipe without eval_strategy. Build it with evaluation rows: "

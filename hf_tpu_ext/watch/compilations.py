@@ -75,7 +75,7 @@ class _ProgramHistory:
     #: Whether a run has shown since that steps do not change it by themselves.
     is_stable: bool = False
     operations: Listing | None = None
-    #: The step whose operations these are.
+    #: The step whose operations these are; of a line of the user's, the first that compiled a graph there.
     step: int | None = None
 
     def compare(self, operations: Listing | None, find_own_code: Callable[[], str], when: str = "") -> Cause | None:
@@ -271,14 +271,13 @@ class ProgramWatch:
         cause = None
         # Activation checkpointing runs a line twice in a step, which are two graphs.
         if history.runs > 1 and not (in_step and history.step == self.step):
-            cause = Cause(
-                f"{place} compiles another graph",
-                "It reads the device within the step: keep the tensor in a buffer of the model, and fetch it in on_log with "
-                "trainer.backend.fetch."
-                if in_step
-                else "Keep its shapes and Python numbers the same, or fetch the tensors with trainer.backend.fetch and compute "
-                "on the host.",
-            )
+            advice = "Keep its shapes and Python numbers the same, or fetch the tensors with trainer.backend.fetch and compute on the host."
+            if in_step:
+                advice = (
+                    "It reads the device within the step: keep the tensor in a buffer of the model, and fetch it in on_log with "
+                    "trainer.backend.fetch."
+                )
+            cause = Cause(f"{place} compiles another graph", advice)
         self._note_event(f"graph of {place}", (), cause, seconds)
         where = "outside of training" if self.step is None else f"step {self.step}"
         what = "within the step" if in_step else "outside of the training steps"

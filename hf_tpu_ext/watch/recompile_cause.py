@@ -164,9 +164,8 @@ def _operation_at(index: int, program: Sequence[Operation], other: Sequence[Oper
     found = program[index]
     if found.name in _TAKEN:
         known = {operation.structure for operation in other}
-        later = [operation for operation in program[index:] if operation.name not in _TAKEN]
-        at_once = [operation for operation in later if operation.place == found.place]
-        found = next((operation for operation in later if operation.structure not in known), *(at_once[:1] or [found]))
+        later = (each for each in program[index:] if each.name not in _TAKEN and each.structure not in known)
+        found = next(later, found)
     return found
 
 

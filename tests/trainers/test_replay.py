@@ -323,7 +323,7 @@ class ChangesNumber(TPUSFTTrainer):
         pytest.param({"cls": KeepLoss, "step_replay": True}, "not part of the training state", marks=pytest.mark.slow),
         pytest.param(
             {"cls": SendsNumber, "step_replay": True},
-            "fill a buffer of the model in a callback",
+            "a host-to-device transfer within a step (what changes from step to step belongs into a buffer",
             marks=pytest.mark.slow,
         ),
         ({"cls": ChangesNumber, "step_replay": True}, "has changed"),

@@ -64,8 +64,10 @@ def test_the_first_operation_that_differs():
 
 def test_a_line_of_pytorch_is_not_named():
     line = SourceLine(torch._tensor.__file__, 45)
-    power = Operation("power", "f32[]", "", "aten::pow", line)
-    before, after = [*program("1", place=line), power], [*program("1.05", place=line), power]
+    before, after = (
+        [*program(number, place=line), Operation("power", "f32[]", "", "aten::pow", line, structure=index)]
+        for index, number in enumerate(("1", "1.05"), start=1)
+    )
     words = "a scalar of the graph was 1, is 1.05 (an argument of `aten::pow`)"
     assert compare_operations(before, after).what == words
 

@@ -31,7 +31,8 @@ from . import graphs
 
 # The place of a tensor in what a function returns.
 _TENSOR = object()
-_IN_A_BUFFER = " (a number that changes belongs into a buffer of the model, which a callback fills)"
+# What makes steps that differ in a number the same program.
+_IN_A_BUFFER = " (what changes from step to step belongs into a buffer of the model, which a callback fills)"
 
 
 @dataclass(frozen=True)
@@ -227,10 +228,7 @@ class Trace:
         old_buffers = [self._buffers[place] if place < size else None for place in places]
         order, values, buffers = graphs.sort_results([tensors[place] for place in places], old_buffers)
         if not self._sent_buffers.isdisjoint(buffers):
-            raise CannotReplay(
-                "a host-to-device transfer within a step, whose value a replayed step would keep: fill a buffer of the model in "
-                "a callback, and read that"
-            )
+            raise CannotReplay(f"a host-to-device transfer within a step{_IN_A_BUFFER}")
         inputs = [self._places.get(buffer, value) for value, buffer in zip(values, buffers, strict=True)]
         results = [tensors[places[index]] for index in order]
         written_places = [places[index] for index in order if places[index] < size]
