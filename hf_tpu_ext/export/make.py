@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import ModelCard
 from tqdm.auto import tqdm
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .. import __version__
 from ..backends import select_backend
@@ -173,6 +175,7 @@ def export_run(
             gc.collect()
             _begin_phase(bar, "computing with what was written")
             export = _compare_written(partial, form, proof, training, base_check, known)
+            _write_card(partial, source.directory, export)
             _write_report(partial, export)
     return export
 
@@ -256,6 +259,27 @@ def _compare_written(
 
 def _range(scores: list[torch.Tensor]) -> tuple[float, float]:
     return tuple(bound.item() for bound in torch.cat(scores).aminmax())
+
+
+def _write_card(directory: Path, run_dir: Path, export: Export) -> None:
+    """Write the card of the run, if it has one, as that of a plain model of transformers."""
+    if run_dir.name.startswith(PREFIX_CHECKPOINT_DIR):
+        # Its own card is PEFT's empty form.
+        run_dir = run_dir.parent
+    path = run_dir / "README.md"
+    if not path.is_file():
+        return
+    card = ModelCard.load(path)
+    card.data.library_name = "transformers"
+    card.data.tags = [
+        tag for tag in card.data.tags or () if tag != "lora" and not tag.startswith("base_model:adapter:")
+    ]
+    # The report stays with the run.
+    card.text = card.text.replace(": [report](report.md)", "")
+    card.text = card.text.replace(f'model="{run_dir}"', f'model="{export.output_dir}"')
+    merged = "" if export.base is None else ", merged into its base"
+    card.text += f"\n\nExported by `hf-tpu export`{merged}, with {export.dtype} weights. {export.verdict}\n"
+    card.save(directory / path.name)
 
 
 def _write_report(directory: Path, export: Export) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import load_dataset
+from huggingface_hub import ModelCard
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -58,6 +59,20 @@ def test_exported_files(lora_run, tmp_path):
     report = json.loads((tmp_path / "merged" / "export.json").read_text())
     assert report["exported"]["max_abs"] == export.exported.max_abs > export.weights.max_abs > 0
     assert report["verdict"].startswith("Rounding to bfloat16")
+
+
+def test_card_of_a_merged_model(lora_run, tmp_path):
+    adapter = ModelCard.load(lora_run / "README.md")
+    assert adapter.data.library_name == "peft" and "lora" in adapter.data.tags
+    export_run(lora_run / "checkpoint-5", tmp_path / "merged", merge=True)
+    card = ModelCard.load(tmp_path / "merged" / "README.md")
+    assert card.data.library_name == "transformers" and card.data.base_model == adapter.data.base_model
+    # As the card of a model that was fine-tuned without an adapter.
+    assert card.data.tags == ["hf_tpu_ext", "sft", "transformers", "trl"]
+    assert f'model="{tmp_path / "merged"}"' in card.text and "(report.md)" not in card.text
+    assert "Exported by `hf-tpu export`, merged into its base, with float32 weights." in card.text
+    report = json.loads((tmp_path / "merged" / "export.json").read_text())
+    assert "README.md" in report["files"] and report["verdict"] in card.text
 
 
 def test_full_model_is_converted(full_run):
