@@ -757,11 +757,9 @@ def replaces_the_optimizer(setup):
 
 def describe() -> str:
     """The table of the docs."""
-    lines = ["| Steps are | with |", "|---|---|"]
-    for does in (REPLAYED, TRACED, STAGES):
-        texts = [text for found, text, _ in KINDS.values() if found == does]
-        lines.append(f"| {does} | {'; '.join(texts)} |")
-    return "\n".join(lines)
+    kinds = sorted(KINDS.values(), key=lambda kind: (REPLAYED, TRACED, STAGES).index(kind[0]))
+    rows = [f"| {text} | {does} |" for does, text, _ in kinds]
+    return "\n".join(["| Your code | Steps are |", "|---|---|", *rows])
 
 
 if __name__ == "__main__":
