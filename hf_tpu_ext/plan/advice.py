@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from ..formatting import format_bytes
 from ..generation.generator import DECODE, PREFILL
 from ..hardware.topologies import Topology
-from ..step.train_step import MICRO_STEP, OF_EVALUATION, OPTIMIZER_STEP
+from ..step.train_step import MICRO_STEP, OPTIMIZER_STEP
+from ..trainers.online.rewarded import OF_EVALUATION
 from ..trainers.run.evaluation import EVALUATION_STEP, PREDICTION_STEP
 from .programs import TracedProgram, find_state
 from .result import Plan

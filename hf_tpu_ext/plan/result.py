@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field
 from ..generation.generator import DECODE, PREFILL
 from ..hardware.prices import Price
 from ..hardware.topologies import Topology
-from ..step.train_step import MICRO_STEP, OF_EVALUATION, OPTIMIZER_STEP
+from ..step.train_step import MICRO_STEP, OPTIMIZER_STEP
+from ..trainers.online.rewarded import OF_EVALUATION
 from ..trainers.preference.reference_log_probs import REFERENCE_STEP
 from .hlo_cost import Cost
 from .programs import CompiledProgram, Generations, find_state

@@ -11,7 +11,7 @@ from torch import nn
 from ..backends.base import Backend
 from ..layers.chunked_head import head_wrapped_by
 from ..layers.random_numbers import RandomNumbers
-from ..step.train_step import StepGradients
+from ..step.train_step import GradientSums
 from .mesh import AXES
 
 
@@ -74,7 +74,7 @@ def score_tokens_per_chip(backend: Backend) -> AbstractContextManager[None]:
     return head_wrapped_by(lambda score: partial(score_per_chip, backend, score))
 
 
-class LocalGradients(StepGradients):
+class LocalGradients(GradientSums):
     """
     Accumulates gradients on each chip, and adds them up over the chips once per optimizer step.
 

@@ -11,15 +11,13 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from ..backends.processes import ALONE, Processes
 
 
-#: The micro-step with the optimizer's update, and those before it that only add to the gradients.
+#: The last micro-step of an optimizer step, which updates the weights, and those before it, which only add to the gradients.
 OPTIMIZER_STEP, MICRO_STEP = "training step", "micro-step"
-#: Appended to the kind of a program whose model is in evaluation mode, for `hf-tpu plan` and warm-up to tell it apart.
-OF_EVALUATION = " of an evaluation"
 
 
 def train_step(
     forward_backward: Callable[[nn.Module, dict[str, Any], Tensor | int | None], Tensor],
-    gradients: "StepGradients",
+    gradients: "GradientSums",
     add_loss: Callable[[Tensor, bool], None],
     clip: Callable[[nn.Module], Tensor],
     update: Callable[[Tensor], None],
@@ -38,7 +36,7 @@ def train_step(
         forward_backward (`Callable`):
             Upstream's loss as upstream has written it, and its backward pass, of the model, the batch and `numbers["num_items_in_batch"]`.
             Returns the loss of the micro-step, detached, of all chips.
-        gradients ([`StepGradients`]):
+        gradients ([`GradientSums`]):
             Where gradients are between micro-steps. With manual sharding they are summed over the chips in the last one.
         add_loss (`Callable`):
             Adds the loss to the sums of the log; called with whether the micro-step closes an optimizer step.
@@ -81,7 +79,8 @@ def average_gradients(model: nn.Module, processes: Processes) -> None:
     parameters = _trained_of(model)
     used = [parameter.grad is not None for parameter in parameters]
     if not is_in_torch_dispatch_mode():
-        # Rows of one process may use an expert that those of another do not. A trace knows no rows, and all make the same.
+        # Rows of one process may use an expert that those of another do not. In a trace there are no values to exchange, and all
+        # processes trace the same.
         used = processes.most(used)
     parameters = [parameter for parameter, by_any in zip(parameters, used, strict=True) if by_any]
     gradients = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
@@ -89,34 +88,34 @@ def average_gradients(model: nn.Module, processes: Processes) -> None:
         parameter.grad = mean
 
 
-class StepGradients:
+class GradientSums:
     """
-    The gradients of optimizer steps. Of one micro-step they live within its program, and parameters have none between steps.
+    The gradients of optimizer steps. Where a step is one micro-step, they live within its program, and parameters have none between
+    steps.
 
-    Of several (`accumulates`), their sums are kept in `tensors`, a part of the state that programs read and write. These are there
-    from the start, so that the first micro-step adds to them like every other and is the same program; sums of `earlier` gradients
-    go on. Gradients are averaged over `processes`, each of which has rows of its own.
+    Where it is several (`accumulates`), their sums are kept in `tensors`, a part of the state that programs read and write. They are
+    zeros at the start, so that the first micro-step adds to them like every other and is the same program; `earlier` sums go on. Gradients are averaged over `processes`, each of which has rows of its own.
     """
 
     def __init__(
         self,
         model: nn.Module,
         accumulates: bool,
-        earlier: "StepGradients | None" = None,
+        earlier: "GradientSums | None" = None,
         processes: Processes = ALONE,
     ):
         self._model, self._processes = model, processes
         self._trained = _trained_of(model)
-        sums = {} if earlier is None else earlier.of_parameters
-        #: What is kept from micro-step to micro-step, of the shapes of the parameters.
-        self.of_parameters: dict[nn.Parameter, Tensor] = {
-            parameter: sums[parameter] if parameter in sums else torch.zeros_like(parameter)
+        earlier_sums = {} if earlier is None else earlier.sums
+        #: The sum of each parameter's gradients, of its shape.
+        self.sums: dict[nn.Parameter, Tensor] = {
+            parameter: earlier_sums[parameter] if parameter in earlier_sums else torch.zeros_like(parameter)
             for parameter in self._trained
             if accumulates
         }
         #: All that is kept, always in the same order.
-        self.tensors: list[Tensor] = [*self.of_parameters.values()]
-        #: Whether code of the user's has been given what is kept, see [`~StepGradients.show`].
+        self.tensors: list[Tensor] = [*self.sums.values()]
+        #: Whether code of the user's has been given what is kept, see [`~GradientSums.show`].
         self.are_shown = False
         # By the micro-steps of this optimizer step that ran in Python, and of the one before it.
         self._used: set[nn.Parameter] = set()
@@ -133,22 +132,24 @@ class StepGradients:
         Context of a forward and backward pass. After the last one of an optimizer step, parameters that any of its micro-steps has
         used have their gradient.
         """
-        before = [total._version for total in self.of_parameters.values()]
-        for parameter, total in self.of_parameters.items():
+        before = [total._version for total in self.sums.values()]
+        for parameter, total in self.sums.items():
             parameter.grad = total
         yield
-        for (parameter, total), version in zip(self.of_parameters.items(), before, strict=True):
+        for (parameter, total), version in zip(self.sums.items(), before, strict=True):
             if parameter.grad is not total:
                 # A hook has put another in its place.
                 total.copy_(parameter.grad)
             if total._version != version:
+                # Autograd has added to it in place.
                 self._used.add(parameter)
             parameter.grad = total if sync_gradients and parameter in self._used else None
-        for parameter in () if self.of_parameters else self._trained:
-            if parameter.grad is not None:
-                # Memory of its own, as on an eager device. torch_xla has left it a view, and of a gradient that is one number
-                # for all elements (that of `parameter.sum()`), what clipping writes to each would be added up.
-                parameter.grad = parameter.grad.clone()
+        if not self.sums:
+            for parameter in self._trained:
+                if parameter.grad is not None:
+                    # Memory of its own, as on an eager device. torch_xla has left it a view, and of a gradient that is one number
+                    # for all elements (that of `parameter.sum()`), what clipping writes to each would be added up.
+                    parameter.grad = parameter.grad.clone()
         if sync_gradients:
             average_gradients(self._model, self._processes)
 
@@ -157,14 +158,14 @@ class StepGradients:
         # A micro-step that was run by its handle has noted nothing.
         self._shown_parameters, self.are_shown = self._used or self._used_before, True
         for parameter in self._shown_parameters:
-            parameter.grad = self.of_parameters[parameter]
+            parameter.grad = self.sums[parameter]
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """Keep what that code has made of them. Parameters have none again."""
-        for parameter, total in self.of_parameters.items():
+        """Keep what that code has made of them. Trained parameters have none again."""
+        for parameter, total in self.sums.items():
             if not parameter.requires_grad:
-                # Frozen since: it is updated by what there is.
+                # Frozen since: its sum stays, and this step still updates it.
                 continue
             if parameter.grad is None:
                 if parameter in self._shown_parameters:
@@ -180,5 +181,5 @@ class StepGradients:
         for parameter in self._model.parameters():
             parameter.grad = None
         self._used, self._used_before = set(), self._used
-        for total in self.of_parameters.values():
+        for total in self.sums.values():
             total.zero_()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_tpu_ext.step.train_step import StepGradients
+from hf_tpu_ext.step.train_step import GradientSums
 
 
 # Its runtime starts before the first backward pass.
@@ -23,7 +23,7 @@ def backward(net, number):
 def test_sums_of_micro_steps_are_those_of_autograd():
     net, plain = model(), model()
     net["unused"].bias.requires_grad_(False)
-    gradients = StepGradients(net, accumulates=True)
+    gradients = GradientSums(net, accumulates=True)
     kept = gradients.tensors
     assert len(kept) == 3
     for step in range(2):
@@ -46,7 +46,7 @@ def test_sums_of_micro_steps_are_those_of_autograd():
 
 def test_without_accumulation_nothing_is_kept():
     net = model()
-    gradients = StepGradients(net, accumulates=False)
+    gradients = GradientSums(net, accumulates=False)
     with gradients.micro_step(sync_gradients=True):
         backward(net, 1)
     assert gradients.tensors == [] and net["used"].weight.grad is not None and net["unused"].weight.grad is None
@@ -56,12 +56,12 @@ def test_without_accumulation_nothing_is_kept():
 
 def test_a_parameter_frozen_in_mid_run_has_no_gradient_and_the_others_go_on():
     net = model()
-    gradients = StepGradients(net, accumulates=True)
+    gradients = GradientSums(net, accumulates=True)
     with gradients.micro_step(sync_gradients=False):
         backward(net, 1)
     net["used"].weight.requires_grad_(False)
     assert not gradients.are_of(net)
-    later = StepGradients(net, True, gradients)
+    later = GradientSums(net, True, gradients)
     assert later.are_of(net)
     with later.micro_step(sync_gradients=True):
         backward(net, 2)
@@ -99,11 +99,11 @@ def freeze(net):
 @pytest.mark.parametrize("code", [scale, replace, clear, clear_one, add_another, freeze])
 def test_code_between_micro_steps_sees_and_changes_gradients_as_with_autograd(code):
     net, plain = model(), model()
-    gradients = StepGradients(net, accumulates=True)
+    gradients = GradientSums(net, accumulates=True)
     for number in (1, 2, 3):
         backward(plain, number)
         if not gradients.are_of(net):
-            gradients = StepGradients(net, True, gradients)
+            gradients = GradientSums(net, True, gradients)
         with gradients.micro_step(sync_gradients=number == 3):
             backward(net, number)
         if number < 3:
@@ -125,7 +125,7 @@ def test_code_between_micro_steps_sees_and_changes_gradients_as_with_autograd(co
 
 def test_gradients_are_shown_after_a_micro_step_that_ran_no_python():
     net = model()
-    gradients = StepGradients(net, accumulates=True)
+    gradients = GradientSums(net, accumulates=True)
     with gradients.micro_step(sync_gradients=True):
         backward(net, 1)
     gradients.drop()
@@ -138,12 +138,12 @@ def test_gradients_are_shown_after_a_micro_step_that_ran_no_python():
 @pytest.mark.parametrize("sync_gradients", [False, True])
 def test_a_hook_that_puts_another_gradient_in_its_place_is_followed(sync_gradients):
     net = model()
-    gradients = StepGradients(net, accumulates=True)
+    gradients = GradientSums(net, accumulates=True)
     weight = net["used"].weight
     weight.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", parameter.grad * 3))
     with gradients.micro_step(sync_gradients):
         backward(net, 1)
-    assert gradients.of_parameters[weight].tolist() == [[3.0, 3.0]] * 2
+    assert gradients.sums[weight].tolist() == [[3.0, 3.0]] * 2
     assert (weight.grad is not None) == sync_gradients
 
 
@@ -151,7 +151,7 @@ def test_a_hook_that_puts_another_gradient_in_its_place_is_followed(sync_gradien
 def test_a_gradient_that_is_one_number_for_all_elements_can_be_written_to(xla, accumulates):
     """torch_xla leaves the gradient of a sum a view of one number, and adds up what is written to its parts."""
     net = nn.ParameterDict({"all": torch.zeros(3), "rows": torch.zeros(2, 3)}).to(xla.device)
-    gradients = StepGradients(net, accumulates)
+    gradients = GradientSums(net, accumulates)
     with gradients.micro_step(sync_gradients=True):
         (
             net["all"].sum() * -6 + (net["rows"].sum(0) * torch.tensor([1.0, 2.0, 3.0], device=xla.device)).sum()

@@ -20,7 +20,6 @@ from ...layers.random_numbers import RandomNumbers
 from ...layers.shared_prompts import SharedPrompts, prompts_shared
 from ...sharding.plan import place_model
 from ...step.selected_rows import nanmax_of_all, nanmin_of_all, quantile_of_chosen
-from ...step.train_step import OF_EVALUATION
 from ...temporarily import temporarily
 from ..checks.upstream import upstream_names
 from .arguments import count_rows_of_chips
@@ -33,6 +32,8 @@ logger = logging.get_logger(__name__)
 
 #: What the watch calls the programs of log-probabilities and rewards, which run beside the training steps.
 SCORING, REFERENCE, REWARD = "scoring pass", "reference pass", "reward pass"
+#: Appended to the name of one whose model is in evaluation mode.
+OF_EVALUATION = " of an evaluation"
 # The methods of a trainer whose code runs in them: what upstream computes log-probabilities with.
 _METHODS = ("_get_per_token_logps_and_entropies",)
 # Whether the adapters of a model are those of the reference, or off.

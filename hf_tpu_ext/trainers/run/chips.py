@@ -20,7 +20,7 @@ from ...formatting import count, kind_of_device, number_setting
 from ...sharding import ShardingPlan, advise_sharding, describe_hosts, describe_mesh, resolve_mesh
 from ...sharding.per_chip import LocalGradients, score_tokens_per_chip
 from ...step.selected_rows import select
-from ...step.train_step import StepGradients
+from ...step.train_step import GradientSums
 from ...temporarily import temporarily
 
 
@@ -82,7 +82,7 @@ class Chips:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        gradients: StepGradients,
+        gradients: GradientSums,
         averages: Mapping[nn.Parameter, torch.Tensor],
     ) -> None:
         """
@@ -94,7 +94,7 @@ class Chips:
             return
         self.sharding_plan = ShardingPlan(model, self.mesh)
         self.sharding_plan.apply(model, self._backend)
-        specs, sums = self.sharding_plan.specs, gradients.of_parameters
+        specs, sums = self.sharding_plan.specs, gradients.sums
         for name, parameter in model.named_parameters():
             for value in (sums.get(parameter), averages.get(parameter), *optimizer.state.get(parameter, {}).values()):
                 # Counters stay on the host, and factored moments where the partitioner has them.
@@ -131,8 +131,8 @@ class Chips:
     # ---- Data parallel: each chip by itself, one reduction per optimizer step ----
 
     def gradients_of(
-        self, model: nn.Module, earlier: StepGradients | None, why_not_local: Callable[[nn.Module], str | None]
-    ) -> StepGradients:
+        self, model: nn.Module, earlier: GradientSums | None, why_not_local: Callable[[nn.Module], str | None]
+    ) -> GradientSums:
         """
         The gradients of the steps of a run: on each chip by itself, unless `why_not_local` says why that does not give the same
         step. Sums of `earlier` ones go on.
@@ -148,7 +148,7 @@ class Chips:
                 logger.warning_once(
                     f"Gradients are all-reduced at every micro-step, not once per optimizer step: {reason}."
                 )
-        return StepGradients(model, accumulates, earlier, self._backend.processes)
+        return GradientSums(model, accumulates, earlier, self._backend.processes)
 
     def tokens_stay_on_chips(self) -> AbstractContextManager:
         """Context in which TRL's fused language model head scores each token on the chip that has it."""

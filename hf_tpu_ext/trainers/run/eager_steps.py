@@ -40,27 +40,32 @@ class CompiledLayers:
 
     def __init__(self, backend: Backend):
         self._backend = backend
-        #: What leaves each layer that is compiled now as it was.
-        self.undo: list[Callable[[], None]] = []
+        # What leaves each layer that is compiled now as it was.
+        self._undo: list[Callable[[], None]] = []
+
+    @property
+    def are_compiled(self) -> bool:
+        """Whether layers are compiled now."""
+        return bool(self._undo)
 
     def begin(self, model: nn.Module, reason: str) -> None:
         """Compile the layers, if there are any, and say why no more is compiled: `reason` is a clause."""
         layers = find_layers(model)
-        if layers is not None and not self.undo:
+        if layers is not None and not self._undo:
             parent, name = layers
-            self.undo = [self._backend.compile_module(layer) for layer in getattr(parent, name)]
-        words = "layer is compiled" if len(self.undo) == 1 else f"{len(self.undo)} layers are compiled one by one"
+            self._undo = [self._backend.compile_module(layer) for layer in getattr(parent, name)]
+        words = "layer is compiled" if len(self._undo) == 1 else f"{len(self._undo)} layers are compiled one by one"
         logger.warning(
             f"The {words}, and the rest is run by operators: {reason}."
-            if self.undo
+            if self._undo
             else f"Steps are run by operators: {reason}, and the model has no list of layers."
         )
 
     def end(self) -> None:
         """Leave the layers as they were."""
-        for undo in self.undo:
+        for undo in self._undo:
             undo()
-        self.undo = []
+        self._undo = []
 
 
 class EagerSteps(TrainerCallback):

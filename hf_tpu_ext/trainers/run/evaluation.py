@@ -179,7 +179,7 @@ class CompiledEvaluation:
         if not self.backend.static_shapes:
             yield
             return
-        with self._loss_compiled(inputs) if computes_loss_by_itself(type(self)) else nullcontext():
+        with self._static_loss(inputs) if computes_loss_by_itself(type(self)) else nullcontext():
             try:
                 yield
             finally:

@@ -23,20 +23,23 @@ from .user_code import sees_micro_steps
 class StepsMixin:
     """The part of [`TPUTrainerMixin`] that computes a step, or has what owns the steps run it."""
 
-    # Whether a step is traced that is an override of `training_step`.
+    # Whether the user overrides `training_step`: what that returns is what is logged.
     _override_returns_loss = False
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        with self._loss_compiled(inputs) if self.backend.static_shapes else nullcontext():
+        with self._static_loss(inputs) if self.backend.static_shapes else nullcontext():
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     @contextmanager
-    def _loss_compiled(self, inputs: dict[str, Any]) -> Iterator[None]:
+    def _static_loss(self, inputs: dict[str, Any]) -> Iterator[None]:
         """Within this context, upstream's code computes the loss of a batch in static shapes, and reads nothing."""
+        segment_ids = inputs.pop("segment_ids", self.segment_ids)
+        # In training, `forward_backward` has set what was sent.
+        numbers = {} if self.model.training else self._numbers_of_evaluation()
         with (
-            self.models_compiled(inputs.pop("segment_ids", self.segment_ids)),
+            self.models_compiled(segment_ids),
             self.chips.gather_over_chips(self.accelerator),
-            self.micro_steps_as_data({} if self.model.training else self._numbers_of_evaluation()),
+            self.micro_steps_as_data(numbers),
             self.metrics_deferred(),
         ):
             yield
@@ -68,8 +71,8 @@ class StepsMixin:
         """Numbers on the host, besides the batch, that a step needs on the device."""
         if self.args.gradient_accumulation_steps == 1:
             return {}
-        # Upstream has taken all batches of a step when it computes the first, so that accelerate cuts what it gathers to the rows of
-        # the last batch of an epoch in each of them.
+        # Upstream takes all batches of a step before it computes the first: in the last step of an epoch, accelerate cuts what it
+        # gathers to the rows of the last batch in each of them.
         state = self.accelerator.gradient_state
         cut = state.end_of_dataloader and state.remainder > 0
         return {
@@ -87,7 +90,7 @@ class StepsMixin:
 
     def evaluation_data(self) -> dict[str, torch.Tensor]:
         """Numbers on the host, besides the batch, that a batch of an evaluation needs on the device."""
-        # SFT divides the load-balancing loss by the number of the step before, which there may not have been.
+        # SFT divides the load-balancing loss by the micro-steps of the last training step, which there may not have been.
         steps = self.balances_experts and "current_gradient_accumulation_steps" in vars(self)
         return self.step_data() if steps else {}
 
@@ -111,25 +114,24 @@ class StepsMixin:
         return self._flos_per_token * tokens
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
-        if self.backend.static_shapes and not self.is_in_train:
+        if not self.backend.static_shapes:
+            if self.status is not None and not self.generates:
+                self.status.count(inputs)
+            return super().training_step(model, inputs, num_items_in_batch)
+        if not self.is_in_train:
             # Called by a user: the loss and gradients of a batch, and no step of a run.
             loss = self._step_of_upstream(model, inputs, num_items_in_batch)
             self.backend.end_step()
             return loss
-        if self.backend.static_shapes:
-            sync_gradients = self.accelerator.sync_gradients
-            return self.steps.run(model, inputs, num_items_in_batch, self.step_data(), sync_gradients)
-        if self.status is not None and not self.generates:
-            self.status.count(inputs)
-        return super().training_step(model, inputs, num_items_in_batch)
+        return self.steps.run(model, inputs, num_items_in_batch, self.step_data(), self.accelerator.sync_gradients)
 
     def forward_backward(self, model, inputs, num_items_in_batch) -> torch.Tensor:
         """The first stage of a micro-step: upstream's loss, which is returned, and its gradients."""
         if not self.compiles_steps:
             return self._step_of_upstream(model, inputs, num_items_in_batch)
         data = self.steps.data
-        is_replayed = "rows_gathered" in data and self.steps.may_be_replayed
-        cut = rows_gathered(self.accelerator, data["rows_gathered"]) if is_replayed else nullcontext()
+        cuts_by_data = "rows_gathered" in data and self.steps.may_be_replayed
+        cut = rows_gathered(self.accelerator, data["rows_gathered"]) if cuts_by_data else nullcontext()
         with self.micro_steps_as_data(data), cut:
             return self.chips.over_chips(self._step_of_upstream(model, inputs, num_items_in_batch))
 
@@ -223,5 +225,5 @@ class StepsMixin:
         if (reason := self.why_not_padded("train")) is not None:
             return reason
         if self.args.gradient_accumulation_steps > 1 and sees_micro_steps(self.callback_handler.callbacks):
-            return "a callback has code in on_substep_end, which may look at them"
+            return "a callback has code in on_substep_end, which may look at gradients"
         return None

@@ -14,7 +14,7 @@ from ...errors import UserError
 from ...layers.activation_checkpointing import checkpoint_as_upstream, rematerialize
 from ...layers.random_numbers import RandomNumbers
 from ...step.optimizer import LazyAdamW, are_same
-from ...step.train_step import MICRO_STEP, OPTIMIZER_STEP, StepGradients, train_step
+from ...step.train_step import MICRO_STEP, OPTIMIZER_STEP, GradientSums, train_step
 from .eager_steps import CompiledLayers
 from .programs import SentBatch
 from .user_code import METHODS_OF_A_STEP, find_code_between_stages, sees_micro_steps
@@ -52,7 +52,7 @@ class TrainingSteps(TrainerCallback):
         #: The norm of the gradients of the step under way, once it is known.
         self.grad_norm: torch.Tensor | None = None
         #: Where gradients are between micro-steps.
-        self.gradients: StepGradients | None = None
+        self.gradients: GradientSums | None = None
         # What the optimizer updates in the steps of this state.
         self._updated_states: Sequence[Any] | None = None
         # The step whose stages run one by one, and which has not ended.
@@ -135,8 +135,8 @@ class TrainingSteps(TrainerCallback):
             self._follow_user_code()
             self.grad_norm = None
             numbers = {**numbers, "seed": self._trainer.seeds.next()}
-            run = self._run_stages if self.compiled is None else self._run_program
-            return run(model, inputs, num_items_in_batch, numbers, sync_gradients)
+            run_step = self._run_stages if self.compiled is None else self._run_program
+            return run_step(model, inputs, num_items_in_batch, numbers, sync_gradients)
 
     def _run_program(self, model, inputs, num_items_in_batch, numbers, sync_gradients) -> torch.Tensor:
         if not model.training:
@@ -148,8 +148,6 @@ class TrainingSteps(TrainerCallback):
         else:
             optimizer.create_state()
         numbers["num_items_in_batch"] = num_items_in_batch
-        # Fewer at the end of an epoch; upstream divides some losses by it.
-        numbers["accumulation"] = self._trainer.current_gradient_accumulation_steps
         data = self._trainer.send_batch(inputs, numbers)
         results = self.compiled(data, partial(self._end_program, sync_gradients), sync_gradients=sync_gradients)
         if sync_gradients:
@@ -158,16 +156,16 @@ class TrainingSteps(TrainerCallback):
             before, states = self._updated_states, optimizer.updated_states
             self._updated_states = states
             if before is not None and before is not states and not are_same(before, states):
-                # What the host counts as updated holds for all steps.
+                # `optimizer.step` counts those that the last trace has updated, whichever program ran.
                 self.compiled.refuse("the step updates other parameters than before")
         elif self._shows_gradients:
             self.gradients.show()
         return torch.zeros(())
 
-    def _end_program(self, sync_gradients: bool, run: Callable[[], Any] | None = None) -> Any:
+    def _end_program(self, sync_gradients: bool, run: Callable[[], Any] | None) -> Any:
         kind = OPTIMIZER_STEP if sync_gradients else MICRO_STEP
-        if run is None and self._backend.compiles_operators:
-            # There is no program to be run. What its operators have compiled is counted when the step has ended.
+        if run is None:
+            # All operators have run, each by its own program. What they have compiled is counted when the step has ended.
             self._under_way = kind
             return None
         return self._programs.end(kind, f"step {self._programs.steps_done + 1}", run=run)
@@ -206,8 +204,8 @@ class TrainingSteps(TrainerCallback):
         return loss
 
     def _random_numbers(self, seed: torch.Tensor) -> AbstractContextManager:
-        """Context in which random numbers follow from a seed. What compiles layers takes it for something else at each step."""
-        return nullcontext() if self._compiled_layers.undo else RandomNumbers(seed)
+        """Context in which random numbers follow from a seed. Layers that are compiled would take each seed for a constant of theirs."""
+        return nullcontext() if self._compiled_layers.are_compiled else RandomNumbers(seed)
 
     def on_substep_end(self, args, state, control, **kwargs):
         self.end()
@@ -320,11 +318,11 @@ class TrainingSteps(TrainerCallback):
 
     def _rematerialize_layers(self) -> None:
         """
-        Rematerialize layers. Done again where a callback has switched checkpointing off and on, as TRL does to generate: PyTorch's
-        fails on XLA.
+        Put this package's checkpointing in the place of PyTorch's, which fails on XLA: again where a callback has switched it off and
+        on, as TRL does to generate.
         """
-        if self._compiled_layers.undo:
-            # PyTorch's function does it: random numbers that follow from a seed would be other code at each step.
+        if self._compiled_layers.are_compiled:
+            # PyTorch's own, since random numbers do not follow from a seed there.
             checkpoint_as_upstream(self._model)
         else:
             rematerialize(self._model, self._trainer.compiled.rematerialization, self._backend)
