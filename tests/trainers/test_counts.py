@@ -66,6 +66,8 @@ def test_executions_are_micro_steps_and_nothing_is_read_between_logs(runs, accum
     # An epoch has 6 batches: accumulated by 4, its second step has the 2 that are left.
     micro_steps = [1] * 8 if accumulation == 1 else [4, 2] * 4
     assert [step.executions for step in steps] == micro_steps
+    # The shorter last step of an epoch is no other program. Of each kind the first two are traced.
+    assert sum(step.replays for step in steps) == sum(micro_steps) - (2 if accumulation == 1 else 4)
     assert [step.reads for step in steps[:-1]] == [0] * 7
     assert [step.compiles for step in steps[1:]] == [0] * 7
     assert [step.fallbacks for step in steps] == [0] * 8

@@ -40,13 +40,10 @@ class CompiledLayers:
 
     def __init__(self, backend: Backend):
         self._backend = backend
-        # What leaves each layer that is compiled now as it was.
+        #: Whether layers are compiled now.
+        self.are_compiled = False
+        # What leaves each of them as it was.
         self._undo: list[Callable[[], None]] = []
-
-    @property
-    def are_compiled(self) -> bool:
-        """Whether layers are compiled now."""
-        return bool(self._undo)
 
     def begin(self, model: nn.Module, reason: str) -> None:
         """Compile the layers, if there are any, and say why no more is compiled: `reason` is a clause."""
@@ -54,6 +51,7 @@ class CompiledLayers:
         if layers is not None and not self._undo:
             parent, name = layers
             self._undo = [self._backend.compile_module(layer) for layer in getattr(parent, name)]
+            self.are_compiled = bool(self._undo)
         words = "layer is compiled" if len(self._undo) == 1 else f"{len(self._undo)} layers are compiled one by one"
         logger.warning(
             f"The {words}, and the rest is run by operators: {reason}."
@@ -65,7 +63,7 @@ class CompiledLayers:
         """Leave the layers as they were."""
         for undo in self._undo:
             undo()
-        self._undo = []
+        self._undo, self.are_compiled = [], False
 
 
 class EagerSteps(TrainerCallback):
