@@ -113,7 +113,7 @@ class PreferenceData:
         with naming_rows({f"the {dataset_name} dataset": dataset}, TEXT_OR_MESSAGES, alone):
             prepared_dataset = prepare(dataset, processing_class, args, dataset_name)
         if isinstance(dataset, datasets.Dataset) and isinstance(prepared_dataset, datasets.Dataset):
-            lines = _check_rows_are_left(dataset, prepared_dataset, dataset_name, args, prepare, processing_class)
+            lines = _describe_left_out_pairs(dataset, prepared_dataset, dataset_name, args, prepare, processing_class)
             of_answers = describe_answers(dataset, dataset_name, ("chosen", "rejected", "completion"))
             self.tell_of_rows(of_answers + lines + describe_cut(prepared_dataset, dataset_name, args))
             if dataset_name == "train" and "label" in prepared_dataset.column_names:
@@ -135,7 +135,7 @@ def _why_labels_are_apart(dataset: datasets.Dataset, args) -> list[str]:
     return []
 
 
-def _check_rows_are_left(dataset, prepared_dataset, name: str, args, prepare: Callable, processing_class) -> list[str]:
+def _describe_left_out_pairs(dataset, prepared_dataset, name: str, args, prepare: Callable, processing_class) -> list[str]:
     """A line on the rows that are left out, if there are some. Where no row is left, it is an error."""
     rows = len(dataset)
     if "label" in prepared_dataset.column_names and "label" not in dataset.column_names:
