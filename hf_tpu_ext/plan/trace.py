@@ -159,7 +159,7 @@ class TracingMixin(EveryLengthMixin):
             per_device_train_batch_size=self.args.per_device_train_batch_size,
             per_device_eval_batch_size=self.args.per_device_eval_batch_size,
             gradient_accumulation_steps=self.args.gradient_accumulation_steps,
-            rematerialization=self.compiled.rematerialization,
+            rematerialization=self.adapted.rematerialization,
             rows=rows,
             optimizer_steps=steps,
             max_steps=self._max_steps,

@@ -128,7 +128,7 @@ class TPUTrainerMixin(
         """The lengths that batches are padded to, ascending; none if they are not known."""
         if vars(self.args).get("packing"):
             if vars(self.args).get("length_buckets"):
-                self.compiled.changes.append(
+                self.adapted.changes.append(
                     f"length_buckets={self.args.length_buckets} has no effect with packing=True: all rows are of max_length"
                 )
             return [self.args.max_length]
@@ -268,7 +268,7 @@ class TPUTrainerMixin(
         trainer, to merge adapters or to save it, has the dtypes that it came with.
         """
         # FSDP2 keeps the parts of a weight by their memory.
-        stays = self.compiled.compute_dtype != torch.bfloat16 or self.backend.splits_weights
+        stays = self.adapted.compute_dtype != torch.bfloat16 or self.backend.splits_weights
         if stays or self.frozen:
             yield
             return

@@ -89,7 +89,8 @@ class SetUpMixin:
             overrides_loss=overrides_loss(type(self)),
         )
         check_numbers(args)
-        self.compiled = adapt_arguments(args)
+        #: The arguments as the device takes them, with a line for each change.
+        self.adapted = adapt_arguments(args)
         quantization = None
         if self.backend.unknown_upstream:
             if isinstance(model, nn.Module):
@@ -104,9 +105,9 @@ class SetUpMixin:
                 model.tie_weights()
         else:
             check_processes(args)
-        self.compiled.changes += self.backend.prepare_host()
-        self.compiled.changes += self.backend.use_compile_cache(extension.compile_cache_dir)
-        bind_device(self.compiled.args, self.backend)
+        self.adapted.changes += self.backend.prepare_host()
+        self.adapted.changes += self.backend.use_compile_cache(extension.compile_cache_dir)
+        bind_device(self.adapted.args, self.backend)
         if self.backend.processes.index > 0:
             # The first warns of what is the same in all.
             logging.getLogger(_PACKAGE).setLevel(logging.ERROR)
@@ -116,7 +117,7 @@ class SetUpMixin:
         #: Compiles what runs as programs.
         self.programs = TrainerPrograms(self)
         self._arrange_batches()
-        self.chips = Chips(self.backend, self.compiled.args, self.compiled.mesh)
+        self.chips = Chips(self.backend, self.adapted.args, self.adapted.mesh)
         #: Whether a training step is one program, where nothing stands in its way.
         self.compiles_steps = self.backend.traces_steps or (
             self.backend.compiles_functions
@@ -135,21 +136,21 @@ class SetUpMixin:
         self.averaging = Averaging(self.backend, self.layers, lambda: self.plain_optimizer, extension)
         check_model_names(arguments.arguments)
         check_architecture(args, arguments.arguments)
-        arguments.arguments["args"] = self.compiled.args
+        arguments.arguments["args"] = self.adapted.args
         # The parameters on the host, by name, where an optimizer is given that has them. Otherwise nothing holds on to them.
         self._parameters_before: dict[str, nn.Parameter] = {}
         # The models that are on the device.
         self._models_on_device: WeakSet[nn.Module] = WeakSet()
         self._follows_optimizer = arguments.arguments.get("optimizers", (None,))[0] is not None
         super().__init__(**arguments.arguments)
-        self.compiled.changes += absent_modules_of_adapter(self.model)
+        self.adapted.changes += absent_modules_of_adapter(self.model)
         if not self.backend.unknown_upstream:
-            self.compiled.changes += keep_gradients_on_cpu(self.model)
+            self.adapted.changes += keep_gradients_on_cpu(self.model)
         self.agreement.take_random_state()
         self._arrange_metrics()
         if self.backend.traces_steps:
             # The trainer has tokenized the data by now, with all threads. The second is not there in transformers 5.18.
-            self.compiled.changes += let_forks_tokenize(
+            self.adapted.changes += let_forks_tokenize(
                 self.args.dataloader_num_workers, vars(self.args).get("dataloader_multiprocessing_context")
             )
         if self.backend.static_shapes:
@@ -177,14 +178,14 @@ class SetUpMixin:
             self.keep_record(args, lines)
         self._add_saving_callbacks()
         self.followed_arguments = FollowedArguments(
-            args, self.compiled, adapt_arguments, not self.backend.unknown_upstream, self.chips.recipe_rows
+            args, self.adapted, adapt_arguments, not self.backend.unknown_upstream, self.chips.recipe_rows
         )
 
     def _place_beside(self, model: nn.Module) -> None:
         if isinstance(model, PreTrainedModel):
             # Upstream has moved it to the device.
             model.tie_weights()
-        place_model(model, self.backend, self.chips.mesh, self.compiled.attention)
+        place_model(model, self.backend, self.chips.mesh, self.adapted.attention)
         self._models_on_device.add(model)
 
     def take_up_models(self) -> None:
@@ -285,7 +286,7 @@ class SetUpMixin:
             self.backend.processes.take_from_first(model)
             if self._follows_optimizer and self.chips.sharding_plan is None:
                 self._parameters_before = dict(model.named_parameters())
-            self.chips.sharding_plan = place_model(model, self.backend, self.chips.mesh, self.compiled.attention)
+            self.chips.sharding_plan = place_model(model, self.backend, self.chips.mesh, self.adapted.attention)
             self._models_on_device.add(model)
         else:
             super()._move_model_to_device(model, device)
@@ -294,7 +295,7 @@ class SetUpMixin:
         """The context of models that run beside the loss."""
         contexts = super().compute_loss_context_manager()
         if self.backend.unknown_upstream:
-            contexts.enter_context(self.backend.autocast(self.compiled.compute_dtype))
+            contexts.enter_context(self.backend.autocast(self.adapted.compute_dtype))
         return contexts
 
     def compute_loss_context_manager(self):

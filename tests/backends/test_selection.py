@@ -442,7 +442,7 @@ def test_bfloat16_on_a_pretended_tpu_keeps_weights_and_moments_in_float32(tmp_pa
 assert trainer.backend.name == "xla" and trainer.backend.device_name != "CPU, compiled by XLA"
 assert devices == {"xla"} == {trainer.accelerator.device.type}
 assert "XLA_USE_BF16" not in os.environ and "XLA_DOWNCAST_BF16" not in os.environ
-assert trainer.compiled.compute_dtype == torch.bfloat16
+assert trainer.adapted.compute_dtype == torch.bfloat16
 assert trainer.accelerator.mixed_precision == "no"
 weights = list(trainer.model.parameters())
 assert {value.dtype for value in weights + moments} == {torch.float32}

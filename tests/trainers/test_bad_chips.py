@@ -181,8 +181,8 @@ def test_fsdp_that_says_what_is_done(runs, fsdp, fsdp_config):
     config = runs.config(fsdp=fsdp, fsdp_config=copy.copy(fsdp_config))
     before = copy.deepcopy(config.fsdp_config)
     trainer = runs.trainer(TPUSFTTrainer, config)
-    assert trainer.compiled.mesh == "fsdp"
-    assert "fsdp has no effect on one chip" in trainer.compiled.changes
+    assert trainer.adapted.mesh == "fsdp"
+    assert "fsdp has no effect on one chip" in trainer.adapted.changes
     assert not trainer.is_fsdp_enabled
     assert config.fsdp is True and config.fsdp_config == before
 

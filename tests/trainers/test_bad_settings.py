@@ -164,7 +164,7 @@ def test_what_compiles_on_other_devices_has_no_effect(runs, same_logs):
     stock = runs.stock(max_steps=3)
     for config in (dict(torch_compile=True), dict(torch_compile_mode="default")):
         trainer = runs.ours(max_steps=3, **config)
-        assert trainer.compiled.changes.count("torch_compile has no effect: the step is compiled by XLA") == 1
+        assert trainer.adapted.changes.count("torch_compile has no effect: the step is compiled by XLA") == 1
         same_logs(trainer, stock)
 
 
@@ -178,7 +178,7 @@ def test_variable_that_compiles_on_other_devices(runs, monkeypatch):
 def test_batches_that_one_process_dispatches(runs, same_logs):
     config = dict(accelerator_config={"dispatch_batches": True}, max_steps=3)
     ours = runs.ours(**config)
-    assert "dispatch_batches has no effect: one process reads the batches of all chips" in ours.compiled.changes
+    assert "dispatch_batches has no effect: one process reads the batches of all chips" in ours.adapted.changes
     assert ours.accelerator.dispatch_batches
     same_logs(ours, runs.stock(**config))
 
@@ -256,10 +256,10 @@ def test_processes_that_would_train_by_themselves(tmp_path, monkeypatch):
 
 def test_settings_of_our_own_that_do_nothing_on_xla_are_named(runs):
     config = dict(config_cls=TPUSFTConfig, train=False, compile_step="step", length_buckets=[24])
-    packed = runs.ours(packing=True, **config).compiled.changes
+    packed = runs.ours(packing=True, **config).adapted.changes
     assert "length_buckets=[24] has no effect with packing=True: all rows are of max_length" in packed
     assert "compile_step=step has no effect: it applies to torch_tpu" in packed
-    assert not any(line.startswith("length_buckets") for line in runs.ours(**config).compiled.changes)
+    assert not any(line.startswith("length_buckets") for line in runs.ours(**config).adapted.changes)
 
 
 def test_a_length_to_pad_to_does_nothing_on_eager_devices(tmp_path):

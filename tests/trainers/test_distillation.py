@@ -47,7 +47,7 @@ def naive_losses(runs, trainer, teacher_dir, temperature, alpha, top_k=None):
 def test_first_loss_is_the_formula(distil, runs, teacher, config):
     ours = distil(kd_teacher=teacher, learning_rate=0.0, max_steps=1, **config)
     tokens = "its top 16 tokens at temperature 2" if config else "all tokens at temperature 1"
-    assert f"teacher {teacher}: {tokens}" in ours.compiled.changes
+    assert f"teacher {teacher}: {tokens}" in ours.adapted.changes
     temperature, alpha = config.get("kd_temperature", 1.0), config.get("kd_alpha", 0.5)
     ce, kd, loss = naive_losses(runs, ours, teacher, temperature, alpha, config.get("kd_top_k"))
     logs = ours.state.log_history[0]

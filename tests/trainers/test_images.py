@@ -319,9 +319,7 @@ def test_without_max_length_the_longest_row_is_looked_for(images, family):
     longest = max(collate([dict(row)])["input_ids"].shape[1] for row in [*rows, *more])
     assert longest <= ours.args.max_length < longest + 16
     room = 12 if family == "smolvlm" else ours.data_collator.room
-    assert any(
-        f"room for {room} image tokens (as the row with the most has)" in line for line in ours.compiled.changes
-    )
+    assert any(f"room for {room} image tokens (as the row with the most has)" in line for line in ours.adapted.changes)
     check_same(images.stock(family, rows, **kwargs), ours, evaluated=True)
 
 
@@ -385,12 +383,12 @@ def test_the_line_at_the_start(images):
     """Room for the images of the row that has the most, unless it is declared."""
     rows = make_rows([1, 2, 1, 1])
     trainer = images.ours("gemma3", rows, train=False)
-    assert "images: rows have room for 8 image tokens (2 x 4); image_tokens declares fewer" in trainer.compiled.changes
+    assert "images: rows have room for 8 image tokens (2 x 4); image_tokens declares fewer" in trainer.adapted.changes
     trainer = images.ours("gemma3", rows, train=False, image_tokens=14)
-    assert any("room for 16 image tokens (as image_tokens says)" in line for line in trainer.compiled.changes)
+    assert any("room for 16 image tokens (as image_tokens says)" in line for line in trainer.adapted.changes)
     trainer = images.ours("gemma3", rows.to_iterable_dataset(), train=False)
     assert any(
-        "(as max_length=96 allows); image_tokens declares fewer. A batch" in line for line in trainer.compiled.changes
+        "(as max_length=96 allows); image_tokens declares fewer. A batch" in line for line in trainer.adapted.changes
     )
 
 

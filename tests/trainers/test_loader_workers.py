@@ -18,4 +18,4 @@ def test_a_variable_that_would_stop_workers_is_announced(runs, monkeypatch):
     assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
     trainer = runs.ours(train=False, dataloader_num_workers=2, dataloader_multiprocessing_context="fork")
     assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
-    assert [line for line in trainer.compiled.changes if line.startswith("TOKENIZERS_PARALLELISM=true is false")]
+    assert [line for line in trainer.adapted.changes if line.startswith("TOKENIZERS_PARALLELISM=true is false")]

@@ -11,7 +11,7 @@ MAX_LENGTH = 24
 
 
 def lines_of(trainer):
-    return [line for line in trainer.compiled.changes if " dataset are " in line]
+    return [line for line in trainer.adapted.changes if " dataset are " in line]
 
 
 def tokens_of(runs, dataset, **config):
@@ -98,7 +98,7 @@ def test_empty_answers(runs, rows, blank):
     dataset = concatenate_datasets([dataset.select([len(dataset) - 1]), dataset]).select(range(1, len(dataset) + 1))
     data = {"train_dataset": dataset, "eval_dataset": {"few": dataset.select([0, 0])}}
     trainer = runs.ours(train=False, max_length=64, kwargs=data)
-    lines = [line for line in trainer.compiled.changes if "an empty answer" in line]
+    lines = [line for line in trainer.adapted.changes if "an empty answer" in line]
     assert len(trainer.train_dataset) == len(dataset) and len(lines) == (blank is not None)
     if blank is not None:
         assert (
@@ -129,10 +129,10 @@ def test_answers_that_are_none(runs, rows, words):
         max_length=64,
         kwargs={"train_dataset": concatenate_datasets([good, dataset]), "eval_dataset": None},
     )
-    (line,) = [line for line in trainer.compiled.changes if "rows of" in line]
+    (line,) = [line for line in trainer.adapted.changes if "rows of" in line]
     assert line.startswith(words) and ("rows 1, 2" if "conversations" in rows else "row 2") in line
     trainer = runs.ours(train=False, max_length=64, kwargs={"train_dataset": good, "eval_dataset": None})
-    assert not any("rows of" in line for line in trainer.compiled.changes)
+    assert not any("rows of" in line for line in trainer.adapted.changes)
 
 
 def test_columns_that_are_not_trained_on_are_not_looked_at(runs):
@@ -140,7 +140,7 @@ def test_columns_that_are_not_trained_on_are_not_looked_at(runs):
     trainer = runs.ours(
         train=False, max_length=64, kwargs={"train_dataset": Dataset.from_dict(rows), "eval_dataset": None}
     )
-    assert not any("rows of" in line for line in trainer.compiled.changes)
+    assert not any("rows of" in line for line in trainer.adapted.changes)
 
 
 def test_rows_without_a_label_are_left_out(runs):

@@ -134,4 +134,4 @@ def test_models_that_mix_documents_are_not_packed(runs, model_type, sizes):
 def test_padding_free_is_replaced_by_rows_of_a_fixed_length(runs):
     trainer = runs.ours(train=False, padding_free=True)
     assert not trainer.padding_free
-    assert any("padding_free" in change for change in trainer.compiled.changes)
+    assert any("padding_free" in change for change in trainer.adapted.changes)

@@ -87,7 +87,7 @@ def test_no_row_has_a_completion_left(xla, tmp_path, kind, data, words):
 
 
 def lost(trainer):
-    return [line for line in trainer.compiled.changes if " dataset are " in line]
+    return [line for line in trainer.adapted.changes if " dataset are " in line]
 
 
 def test_rows_that_upstream_leaves_out_are_counted(xla, tmp_path):
@@ -135,7 +135,7 @@ def test_pairs_that_kto_takes_one_label_after_the_other(xla, tmp_path, shuffled,
     trainer = trainer_for(Case("kto", settings), tmp_path, ours=True, train_dataset=data)
     rows = trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps
     told = f"the first {rows} rows of the train dataset, those of a step, all have label=True"
-    assert any(told in line for line in trainer.compiled.changes) != (shuffled or bool(settings))
+    assert any(told in line for line in trainer.adapted.changes) != (shuffled or bool(settings))
 
 
 @pytest.mark.parametrize("kind", ["dpo", "reward", "kto"])

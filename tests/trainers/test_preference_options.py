@@ -325,7 +325,7 @@ def test_what_has_no_effect_is_said(xla, models):
         models,
         ours=True,
     )
-    lines = "\n".join(trainer.compiled.changes)
+    lines = "\n".join(trainer.adapted.changes)
     assert "activation_offloading has no effect: gradient_checkpointing saves memory on XLA" in lines
     assert "padding_free is replaced by padding to a static length (same loss); length_buckets pad less" in lines
     assert "attn_implementation=flash_attention_2 is replaced" in lines

@@ -60,7 +60,7 @@ def models(tmp_path_factory):
 )
 def test_when(xla, models, case, given, words):
     trainer = trainer_for(case, models, ours=True, **given)
-    said = [line for line in trainer.compiled.changes if line.startswith((ONCE, AGAIN))]
+    said = [line for line in trainer.adapted.changes if line.startswith((ONCE, AGAIN))]
     assert trainer.shares_prompts == (words is None) and len(said) == 1
     assert said[0].startswith(ONCE if words is None else AGAIN) and (words or "") in said[0]
 
@@ -74,8 +74,8 @@ def test_wanted_and_not_possible(xla, models):
     refused(["share_prompts='yes'", "auto, on, off"], lambda: TPUGRPOConfig("out", share_prompts="yes"))
     settings = {"share_prompts": "on", "max_prompt_length": 2, "use_cpu": True}
     eager = trainer_for(Case("grpo", settings), models, ours=True)
-    assert "share_prompts=on has no effect on cpu: it is for torch_xla" in eager.compiled.changes
-    assert any(line.startswith("max_prompt_length=2 has no effect on cpu: ") for line in eager.compiled.changes)
+    assert "share_prompts=on has no effect on cpu: it is for torch_xla" in eager.adapted.changes
+    assert any(line.startswith("max_prompt_length=2 has no effect on cpu: ") for line in eager.adapted.changes)
 
 
 @pytest.mark.ci
@@ -106,7 +106,7 @@ def test_code_of_the_users_that_reads_rows(xla, models, monkeypatch):
     monkeypatch.setitem(OURS, "grpo", (OwnLoss, OURS["grpo"][1]))
     trainer = train(case, models, ours=True)
     assert not trainer.shares_prompts
-    assert any("compute_loss" in line for line in trainer.compiled.changes if line.startswith(AGAIN))
+    assert any("compute_loss" in line for line in trainer.adapted.changes if line.startswith(AGAIN))
 
 
 def test_dropout_that_is_switched_on_later(xla, models):

@@ -281,10 +281,10 @@ def test_a_group_size_that_does_not_divide(train):
 
 
 def test_what_has_no_effect_is_said(train):
-    lines = train(train=False, qat_adapters="beside").compiled.changes
+    lines = train(train=False, qat_adapters="beside").adapted.changes
     assert "qat_adapters='beside' has no effect: there are no adapters (use_peft: true)" in lines
     assert "fake quantization: weights of 7 linear layers in int4, groups of 16" in lines
-    lines = train(train=False, qat_scale="mse", lora={**ALL_LINEAR, "lora_dropout": 0.1}).compiled.changes
+    lines = train(train=False, qat_scale="mse", lora={**ALL_LINEAR, "lora_dropout": 0.1}).adapted.changes
     assert any("in int4, groups of 16, scales by mse, adapters inside" in line for line in lines)
     assert any(line.startswith("lora_dropout has no effect with qat_adapters='inside'") for line in lines)
 

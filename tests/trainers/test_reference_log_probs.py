@@ -109,7 +109,7 @@ def test_the_start_and_the_record_tell_what_it_took(make, tmp_path):
     dataset = pairs()
     dataset.info.dataset_name = "preferences"
     trainer = make(TPUDPOTrainer, TPUDPOConfig, dataset)
-    lines = [line for line in trainer.compiled.changes if line.startswith("reference log-probs")]
+    lines = [line for line in trainer.adapted.changes if line.startswith("reference log-probs")]
     where = re.escape(str(tmp_path / "cache" / "reference_log_probs"))
     for line, words in zip(lines, ["train dataset: 22 rows", "eval dataset: 7 rows"], strict=True):
         assert re.fullmatch(
@@ -128,7 +128,7 @@ def test_what_was_computed_is_found_again(make, tmp_path, capsys):
     again = make(TPUDPOTrainer, DPOConfig, pairs(), lora=True, seed=2)
     assert reference_steps(again) == []
     assert {path: path.stat().st_mtime_ns for path in files(tmp_path)} == before
-    assert any("reference log-probs of the train dataset were found in" in line for line in again.compiled.changes)
+    assert any("reference log-probs of the train dataset were found in" in line for line in again.adapted.changes)
     # Rows of a dataset that comes later, too.
     assert again.evaluate(pairs().select(range(7)))["eval_loss"] == again.evaluate()["eval_loss"]
     assert {path: path.stat().st_mtime_ns for path in files(tmp_path)} == before

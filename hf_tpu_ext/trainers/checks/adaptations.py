@@ -59,7 +59,7 @@ _FSDP_INSTEAD = {
 def compute_in_bfloat16(run: Run) -> None:
     """Autocast of XLA in place of accelerate's, with weights in float32."""
     if run.args.bf16:
-        run.compiled.compute_dtype = torch.bfloat16
+        run.adapted.compute_dtype = torch.bfloat16
         # Left on, accelerate would set XLA_USE_BF16=1 on a TPU, which turns every float32 tensor into bfloat16: weights,
         # Adam moments, loss sums. It reads the derived `mixed_precision`, so both are switched off.
         run.args.bf16 = False
@@ -76,12 +76,12 @@ def compute_in_bfloat16(run: Run) -> None:
     ):
         if os.environ.get(variable, "no").lower() != "no":
             os.environ[variable] = "no"
-            run.compiled.changes.append(f"{variable} has no effect: {instead}")
+            run.adapted.changes.append(f"{variable} has no effect: {instead}")
 
 
 def choose_optimizer(run: Run) -> None:
     """AdamW inside the step's program, or PyTorch's own optimizer."""
-    args, changes = run.args, run.compiled.changes
+    args, changes = run.args, run.adapted.changes
     if (
         not run.place.traces_steps
         and args.optim in {OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED} | HOST_SCALAR_NAMES
@@ -115,11 +115,11 @@ def choose_optimizer(run: Run) -> None:
 
 def checkpoint_activations(run: Run) -> None:
     """Rematerialization in the step's program. With torch_tpu it is PyTorch's own, of whole layers."""
-    args, compiled = run.args, run.compiled
+    args, adapted = run.args, run.adapted
     rematerialization = run["rematerialization"]
-    compiled.rematerialization = rematerialization or ("full" if args.gradient_checkpointing else "none")
+    adapted.rematerialization = rematerialization or ("full" if args.gradient_checkpointing else "none")
     # Weights in parts are put together by collectives, which are between programs.
-    compiled.step_replay = False if run.place.splits_weights else run["step_replay"]
+    adapted.step_replay = False if run.place.splits_weights else run["step_replay"]
     if not run.place.traces_steps:
         if rematerialization is not None:
             set_gradient_checkpointing(args, rematerialization == "full")
@@ -132,8 +132,8 @@ def checkpoint_activations(run: Run) -> None:
             "whole layers are checkpointed ('every_n_layers' is supported)."
         )
     if isinstance(args, ExtensionArguments):
-        compiled.scan_layers, compiled.attention = args.scan_layers, args.attention
-    set_gradient_checkpointing(args, compiled.rematerialization != "none")
+        adapted.scan_layers, adapted.attention = args.scan_layers, args.attention
+    set_gradient_checkpointing(args, adapted.rematerialization != "none")
 
 
 def set_gradient_checkpointing(args, value: bool) -> None:
@@ -145,8 +145,8 @@ def set_gradient_checkpointing(args, value: bool) -> None:
 
 def shard_over_chips(run: Run) -> None:
     """A mesh of the chips in place of PyTorch's FSDP, of which nothing is left to upstream."""
-    args, compiled = run.args, run.compiled
-    compiled.mesh = run["mesh"]
+    args, adapted = run.args, run.adapted
+    adapted.mesh = run["mesh"]
     if not args.fsdp:
         return
     for name, value in (args.fsdp_config or {}).items():
@@ -155,13 +155,13 @@ def shard_over_chips(run: Run) -> None:
                 f"fsdp_config has {name}={value!r}, which has no equivalent on XLA: the compiler gathers a layer's sharded weights where "
                 f"it needs them. Leave {name} out{_FSDP_INSTEAD.get(name, '')}."
             )
-    if compiled.mesh is not None and parse_mesh(compiled.mesh).get("fsdp", 1) == 1:
+    if adapted.mesh is not None and parse_mesh(adapted.mesh).get("fsdp", 1) == 1:
         raise UserError(
-            f"fsdp shards the weights, and mesh={compiled.mesh!r} replicates them. Leave fsdp out, or leave mesh out."
+            f"fsdp shards the weights, and mesh={adapted.mesh!r} replicates them. Leave fsdp out, or leave mesh out."
         )
-    compiled.mesh = compiled.mesh or "fsdp"
+    adapted.mesh = adapted.mesh or "fsdp"
     if run.place.chips == 1:
-        compiled.changes.append("fsdp has no effect on one chip")
+        adapted.changes.append("fsdp has no effect on one chip")
     # Upstream would wrap the model for torch.distributed, or for torch_xla in a way that makes no optimizer.
     args.fsdp = None
     args.fsdp_plugin_args = None
@@ -174,9 +174,9 @@ def load_model(run: Run) -> None:
         return
     model_init_kwargs = dict(run.args.model_init_kwargs or {})
     attention, changes = attention_to_load_with(model_init_kwargs.get("attn_implementation"), run.place.traces_steps)
-    run.compiled.changes += changes
+    run.adapted.changes += changes
     if isinstance(model_init_kwargs.get("device_map"), (str, dict)):
-        run.compiled.changes.append("device_map has no effect: mesh decides placement")
+        run.adapted.changes.append("device_map has no effect: mesh decides placement")
     if model_init_kwargs.get("quantization_config") is not None:
         check_method(model_init_kwargs["quantization_config"])
     # "auto" placement would hand the model to accelerate's dispatcher.
@@ -187,7 +187,7 @@ def share_rows(run: Run) -> None:
     """How processes share rows: with torch_xla there is one, and with torch_tpu all take as many batches."""
     config = run.args.accelerator_config
     if run.place.traces_steps and config.dispatch_batches:
-        run.compiled.changes.append("dispatch_batches has no effect: one process reads the batches of all chips")
+        run.adapted.changes.append("dispatch_batches has no effect: one process reads the batches of all chips")
     if run.place.processes == 1:
         return
     for name, value in {"even_batches": False, "dispatch_batches": True, "split_batches": True}.items():

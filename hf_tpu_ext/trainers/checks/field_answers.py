@@ -58,7 +58,7 @@ class Place:
 
 
 @dataclass
-class CompiledArguments:
+class AdaptedArguments:
     """
     Arguments as a device takes them: a changed copy of the caller's, with one line in `changes` for each setting that was
     replaced or has no effect.
@@ -83,7 +83,7 @@ class Run:
     model by its name, or a reference, with `model_init_kwargs`, and `overrides_loss` whether the loss is of the user's own code.
     """
 
-    compiled: CompiledArguments
+    adapted: AdaptedArguments
     place: Place
     trainer_kwargs: Mapping[str, Any]
     loads_model: bool
@@ -92,7 +92,7 @@ class Run:
     @property
     def args(self) -> TrainingArguments:
         """The arguments, as the rows before have changed them."""
-        return self.compiled.args
+        return self.adapted.args
 
     def __getitem__(self, name: str) -> Any:
         """The value of a field, or of an argument of the trainer; `None` where there is no such thing."""
@@ -168,7 +168,7 @@ class Row:
             says = self.says.format(name=name, args=run.args, by=run.place.split_by, on=on)
             if self.answer == "refused":
                 raise UserError(f"{f'{name}={plain_value!r}' if name in vars(run.args) else name} {says}")
-            run.compiled.changes.append(f"{name if value is True else f'{name}={plain_value}'} {says}")
+            run.adapted.changes.append(f"{name if value is True else f'{name}={plain_value}'} {says}")
         if self.becomes is not UNCHANGED:
             vars(run.args).update(dict.fromkeys(names, self.becomes) | dict.fromkeys(self.beside.split()))
 

@@ -21,7 +21,7 @@ from ..configs import NO_DEEPSPEED
 from . import adaptations
 from .adaptations import ADAMW_NAMES, HOST_SCALAR_NAMES
 from .datasets import has_images
-from .field_answers import CompiledArguments, Place, Row, Run, at, refusal, replacement, without_effect, works
+from .field_answers import AdaptedArguments, Place, Row, Run, at, refusal, replacement, without_effect, works
 from .own_fields import OWN, WEIGHTS_IN_PARTS, is_set
 
 
@@ -384,7 +384,7 @@ def adapt(
     trainer_kwargs: Mapping[str, Any] = MappingProxyType({}),
     loads_model: bool = False,
     overrides_loss: bool = False,
-) -> CompiledArguments:
+) -> AdaptedArguments:
     """
     Adapt arguments, which are not changed, to the place where they are to run, by the table. The others are those of [`Run`].
     Returns a copy that is changed, with a line for each change.
@@ -398,7 +398,7 @@ def adapt(
     for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs", "model_init_kwargs"):
         if isinstance(vars(args).get(name), dict):
             setattr(args, name, dict(vars(args)[name]))
-    run = Run(CompiledArguments(args), place, trainer_kwargs, loads_model, overrides_loss)
+    run = Run(AdaptedArguments(args), place, trainer_kwargs, loads_model, overrides_loss)
     for row in FIELDS + OWN + WEIGHTS_IN_PARTS:
         row.apply(run)
-    return run.compiled
+    return run.adapted

@@ -9,7 +9,7 @@ from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from transformers.utils import logging
 
 from ..configs import ExtensionArguments
-from .field_answers import CompiledArguments
+from .field_answers import AdaptedArguments
 from .fields import FIELDS
 
 
@@ -35,7 +35,7 @@ class FollowedArguments:
     Upstream's trainers keep the caller's object. Here a copy is adapted to the device. The caller's object is adapted anew when
     training, an evaluation or a prediction begins, and what has changed in it is brought over.
 
-    `compiled` is what they became when the trainer was made, and `adapt` adapts them as they were adapted then. With
+    `adapted` is what they became when the trainer was made, and `adapt` adapts them as they were adapted then. With
     `follows_upstream`, upstream reads its own fields when it needs them, since nothing is prepared by them. `recipe_rows` are the
     recipe's rows of a chip and micro-steps.
     """
@@ -43,15 +43,15 @@ class FollowedArguments:
     def __init__(
         self,
         callers: TrainingArguments,
-        compiled: CompiledArguments,
-        adapt: Callable[[TrainingArguments], CompiledArguments],
+        adapted: AdaptedArguments,
+        adapt: Callable[[TrainingArguments], AdaptedArguments],
         follows_upstream: bool,
         recipe_rows: list[int],
     ):
-        self._callers, self._own, self._adapt, self._recipe_rows = callers, compiled.args, adapt, recipe_rows
+        self._callers, self._own, self._adapt, self._recipe_rows = callers, adapted.args, adapt, recipe_rows
         self._follows = lambda name: name not in _OWN if follows_upstream else name in _FOLLOWED
-        self._snapshots = _values(callers), _values(compiled.args)
-        self._lines = set(compiled.changes)
+        self._snapshots = _values(callers), _values(adapted.args)
+        self._lines = set(adapted.changes)
 
     def take_up(self) -> None:
         """

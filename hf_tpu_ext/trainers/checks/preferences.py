@@ -117,7 +117,7 @@ class PreferenceData:
             of_answers = describe_answers(dataset, dataset_name, ("chosen", "rejected", "completion"))
             self.tell_of_rows(of_answers + lines + describe_cut(prepared_dataset, dataset_name, args))
             if dataset_name == "train" and "label" in prepared_dataset.column_names:
-                self.compiled.changes += _why_labels_are_apart(prepared_dataset, args)
+                self.adapted.changes += _why_labels_are_apart(prepared_dataset, args)
         return prepared_dataset
 
 
@@ -135,7 +135,9 @@ def _why_labels_are_apart(dataset: datasets.Dataset, args) -> list[str]:
     return []
 
 
-def _describe_left_out_pairs(dataset, prepared_dataset, name: str, args, prepare: Callable, processing_class) -> list[str]:
+def _describe_left_out_pairs(
+    dataset, prepared_dataset, name: str, args, prepare: Callable, processing_class
+) -> list[str]:
     """A line on the rows that are left out, if there are some. Where no row is left, it is an error."""
     rows = len(dataset)
     if "label" in prepared_dataset.column_names and "label" not in dataset.column_names:

@@ -54,7 +54,7 @@ class RewardedMixin(RolloutMixin):
     def _arrange_batches(self) -> None:
         super()._arrange_batches()
         if self.backend.static_shapes:
-            count_rows_of_chips(self.compiled.args, self.backend.num_chips * self.backend.processes.row_shards)
+            count_rows_of_chips(self.adapted.args, self.backend.num_chips * self.backend.processes.row_shards)
 
     def _finish_set_up(self) -> None:
         super()._finish_set_up()
@@ -69,7 +69,7 @@ class RewardedMixin(RolloutMixin):
                 self.reward_funcs[index] = RewardsOnDevice(
                     function, round_up_length(length + 16, 2 * length), partial(self._reward, kind, function)
                 )
-                place_model(function, self.backend, self.chips.mesh, self.compiled.attention)
+                place_model(function, self.backend, self.chips.mesh, self.adapted.attention)
 
     def _reward(self, kind: str, model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
         """The score of each row of a batch on the host, by a reward model on the device."""
@@ -100,7 +100,7 @@ class RewardedMixin(RolloutMixin):
         if reason is not None and setting == "on":
             raise UserError(f"share_prompts='on' is not possible: {reason}. Leave it out, or set it to 'auto'.")
         self.shares_prompts = reason is None
-        self.compiled.changes.append(
+        self.adapted.changes.append(
             "layers read a prompt once for all its completions"
             if reason is None
             else f"layers read a prompt again for each of its completions: {reason}"

@@ -167,7 +167,7 @@ class RolloutMixin(RolloutCheckpoints):
             )
         prompts = self.generation_rows // self.num_generations
         times = "once" if self.num_iterations == 1 else f"{self.num_iterations} times"
-        self.compiled.changes.append(
+        self.adapted.changes.append(
             f"a generation is {prompts} prompt{'s' * (prompts > 1)} (padded to {' or '.join(map(str, self.lengths))} tokens) x {self.num_generations} "
             f"completion{'s' * (self.num_generations > 1)} of up to {self.max_completion_length} tokens, in "
             f"{self.generation_batches} batch{'es, each' * (self.generation_batches > 1)} trained on {times}"

@@ -108,7 +108,7 @@ class ReferenceLogProbsMixin:
                 f": {count(sum(map(_rows_of, missing.values())), 'row')} computed in {time.monotonic() - start_time:.1f} s, "
                 f"{describe_compiles(self.backend.counters() - before)}, kept"
             )
-        self.compiled.changes.append(f"reference log-probs of the {name} dataset{done} in {directory}")
+        self.adapted.changes.append(f"reference log-probs of the {name} dataset{done} in {directory}")
         # The tables are read into memory, a few bytes a row: `datasets` writes what it makes of rows beside the files of a table.
         tables = [pa.ipc.open_stream(path.read_bytes()).read_all() for path in files.values()]
         complete = concatenate_datasets([dataset, Dataset(pa.concat_tables(tables))], axis=1)
@@ -184,7 +184,7 @@ class ReferenceLogProbsMixin:
         for table in dataset.with_format("arrow", columns=columns).iter(10_000):
             for batch in table.combine_chunks().to_batches():
                 digest.update(batch.serialize())
-        settings = (self.data_collator, self.compiled.compute_dtype, vars(self.args).get("ld_alpha"))
+        settings = (self.data_collator, self.adapted.compute_dtype, vars(self.args).get("ld_alpha"))
         digest.update(Hasher.hash(settings).encode())
         return dataset, Path(datasets.config.HF_DATASETS_CACHE) / "reference_log_probs" / digest.hexdigest()
 

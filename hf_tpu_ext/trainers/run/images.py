@@ -104,7 +104,7 @@ class ImagesMixin:
                 longest = prompt + answer
                 args.max_length = max(args.max_length or 0, round_up_length(longest, longest + 128))
                 self.most_image_tokens = max(self.most_image_tokens or 0, most)
-        self.compiled.changes.append(
+        self.adapted.changes.append(
             f"max_length=None is {args.max_length}, for the longest row; setting it leaves out the search for that row"
         )
 
@@ -142,7 +142,7 @@ class ImagesMixin:
                 "a time. Leave these rows out: dataset.filter(lambda row: row['images']), of a Dataset and no stream."
             )
         more = ". A batch without images is a graph of its own" if self.some_without_images else ""
-        self.compiled.changes.append(
+        self.adapted.changes.append(
             f"images: rows have room for {room} image tokens ({why}); image_tokens declares fewer{more}"
         )
 

@@ -106,7 +106,7 @@ class LayerScan:
     """
 
     def __init__(self, trainer):
-        self._trainer, self._backend, self._compiled = trainer, trainer.backend, trainer.compiled
+        self._trainer, self._backend, self._adapted = trainer, trainer.backend, trainer.adapted
         self._chips = trainer.chips
         # Of the model that is trained: in the run under way, or in the last one.
         self._trained: _Loop | None = None
@@ -136,7 +136,7 @@ class LayerScan:
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """Train the layers as one loop from now on, if wanted and possible. Wanted and impossible is a `ValueError`."""
-        mode, model = self._compiled.scan_layers, self._model
+        mode, model = self._adapted.scan_layers, self._model
         if mode == "off":
             return
         own = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
@@ -146,12 +146,12 @@ class LayerScan:
         if self._trained is not None:
             self._take_up([self._trained])
             return
-        if mode == "auto" and not self._is_worthwhile(model, self._compiled.rematerialization != "none"):
+        if mode == "auto" and not self._is_worthwhile(model, self._adapted.rematerialization != "none"):
             return
         patterns = self._find_patterns(model, optimizer)
         if isinstance(patterns, str) and mode == "on":
             raise UserError(f"scan_layers='on' is not possible: {patterns}. Leave it out, or set it to 'auto'.")
-        loop = self._make_loop(model, patterns, self._compiled.rematerialization)
+        loop = self._make_loop(model, patterns, self._adapted.rematerialization)
         if loop is None:
             return
         self._trained, self._optimizer = loop, optimizer
@@ -201,7 +201,7 @@ class LayerScan:
             yield
 
     def _find_forward_loop(self, model: nn.Module) -> _Loop | None:
-        if self._compiled.scan_layers == "off" or not self._is_worthwhile(model, is_loop=True):
+        if self._adapted.scan_layers == "off" or not self._is_worthwhile(model, is_loop=True):
             return None
         for loop in self._last:
             if loop.model is model and loop.why_not_again(self._why_no_loop) is None:
@@ -224,7 +224,7 @@ class LayerScan:
         own_code = find_own_code(self._trainer, models) or find_own_code_between_steps(self._trainer)
         if own_code is None:
             return True
-        if self._compiled.scan_layers == "on":
+        if self._adapted.scan_layers == "on":
             self._say(
                 f"scan_layers='on': {own_code}, and sees one layer with stacked parameters. Leave scan_layers out if it looks at "
                 "layers."
@@ -243,7 +243,7 @@ class LayerScan:
         self, handler: CallbackHandler, call_event: Callable, event: str, *args, **kwargs
     ) -> TrainerControl | None:
         # With "on", it was said that what runs at every step looks at no layers.
-        stays = EVENTS_AT_EVERY_STEP if self._compiled.scan_layers == "on" else EVENTS_OF_A_STEP
+        stays = EVENTS_AT_EVERY_STEP if self._adapted.scan_layers == "on" else EVENTS_OF_A_STEP
         if event in stays or not any(has_own_code(callback, event) for callback in handler.callbacks):
             return call_event(event, *args, **kwargs)
         with self.one_by_one():
@@ -288,7 +288,7 @@ class LayerScan:
                 continue
             self._optimizer.train_parts()
             self._trainer.averaging.split(loop.stack)
-            self._trained, self._compiled.scan_layers = None, "off"
+            self._trained, self._adapted.scan_layers = None, "off"
             self._trainer.steps.make_gradients()
             self._backend.wait()
 
@@ -310,7 +310,7 @@ class LayerScan:
         base = unwrap_peft_model(model)
         if not isinstance(base, PreTrainedModel) or (place := find_layers(base)) is None:
             return False
-        layers, least = getattr(*place), 2 if self._compiled.scan_layers == "on" else _LEAST_LAYERS
+        layers, least = getattr(*place), 2 if self._adapted.scan_layers == "on" else _LEAST_LAYERS
         size = max(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)
         return len(layers) >= least and (is_loop or size <= _MOST_UNROLLED)
 
@@ -329,7 +329,7 @@ class LayerScan:
         layers = getattr(*place)
         if (reason := self._why_no_loop(base, layers)) is not None:
             return reason
-        dtype, is_routed = self._compiled.compute_dtype, self._trainer.balances_experts
+        dtype, is_routed = self._adapted.compute_dtype, self._trainer.balances_experts
         traces = LayerTraces(base, place, self._backend, dtype, is_routed)
         if traces.refusal is not None:
             return traces.refusal

@@ -52,7 +52,7 @@ class TrainerPrograms:
     @property
     def step_replay(self) -> bool | None:
         """As in [`ExtensionArguments`]."""
-        return self._trainer.compiled.step_replay
+        return self._trainer.adapted.step_replay
 
     @property
     def steps_done(self) -> int:

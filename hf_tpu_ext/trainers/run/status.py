@@ -159,14 +159,14 @@ class StatusMixin:
     def tell_of_rows(self, lines: list[str]) -> None:
         """Say what a dataset has lost by its preparation: when a run starts, or at once of a dataset that an evaluation is given."""
         if "train_dataset" not in vars(self):
-            self.compiled.changes += lines
+            self.adapted.changes += lines
             return
         for line in lines:
             logger.warning(f"{line}.")
 
     def find_facts(self) -> RunFacts:
         """What the start of a run prints, as the trainer and its datasets are by now."""
-        args, backend, compiled = self.args, self.backend, self.compiled
+        args, backend, adapted = self.args, self.backend, self.adapted
         others = names_of_packed(self.model).union(*(frozen.names for frozen in self.frozen[:1]))
         dtypes = {
             dtype_name(parameter.dtype)
@@ -176,11 +176,11 @@ class StatusMixin:
         quantization = find_config(self.model)
         if quantization is not None:
             dtypes.add(quantization.quantization_method())
-        compute = "bfloat16" if compiled.compute_dtype or args.bf16 else "float16" if args.fp16 else None
+        compute = "bfloat16" if adapted.compute_dtype or args.bf16 else "float16" if args.fp16 else None
         precision = f"{'/'.join(sorted(dtypes))} weights" + (f", {compute} compute" if compute else "")
         lines = self.chips.lines(self.model, self.averaging.average is not None)
         lines += [*self.describe_frozen(), *self.averaging.lines(self.state.max_steps)]
-        lines += compiled.changes
+        lines += adapted.changes
         lines += self._few_rows()
         facts = RunFacts(precision, self._train_batch_size, [], None, lines)
         rows = self.train_dataset

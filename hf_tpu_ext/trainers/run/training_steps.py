@@ -325,7 +325,7 @@ class TrainingSteps(TrainerCallback):
             # PyTorch's own, since random numbers do not follow from a seed there.
             checkpoint_as_upstream(self._model)
         else:
-            rematerialize(self._model, self._trainer.compiled.rematerialization, self._backend)
+            rematerialize(self._model, self._trainer.adapted.rematerialization, self._backend)
 
     def _tensors(self) -> list[torch.Tensor]:
         """What a step reads and changes, besides the model; always in the same order."""

@@ -67,11 +67,11 @@ class DistillationMixin:
             self.teacher = anchor_teacher
         else:
             self.teacher = OnlineTeacher(
-                self._load_teacher(args.kd_teacher), self.backend, self.chips.mesh, self.compiled.attention
+                self._load_teacher(args.kd_teacher), self.backend, self.chips.mesh, self.adapted.attention
             )
         if args.kd_cache is None:
             tokens = "all tokens" if args.kd_top_k is None else f"its top {args.kd_top_k} tokens"
-            self.compiled.changes.append(f"teacher {args.kd_teacher}: {tokens} at temperature {args.kd_temperature:g}")
+            self.adapted.changes.append(f"teacher {args.kd_teacher}: {tokens} at temperature {args.kd_temperature:g}")
 
     def _check_loss(self) -> None:
         if self.compute_loss_func is not None:
@@ -91,7 +91,7 @@ class DistillationMixin:
         check_vocabulary(AutoTokenizer.from_pretrained(name), self._tokenizer, name)
         self._check_top_k(student)
         # With compute in bfloat16 it stays as it is stored, usually in half the size of the student's weights.
-        in_full = self.compiled.compute_dtype is None and not self.args.bf16
+        in_full = self.adapted.compute_dtype is None and not self.args.bf16
         dtype = student.get_output_embeddings().weight.dtype if in_full else "auto"
         teacher = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
         self._check_top_k(teacher)
@@ -118,11 +118,11 @@ class DistillationMixin:
         top_k = manifest.top_k if args.kd_top_k is None else args.kd_top_k
         self.data_collator = partial(collate_with_teacher, self.data_collator, cache, args.kd_temperature, top_k)
         coverage = manifest.coverage[manifest.temperatures.index(args.kd_temperature)]
-        self.compiled.changes.append(
+        self.adapted.changes.append(
             f"teacher {manifest.teacher} from {args.kd_cache}: its top {top_k} tokens, "
             f"{coverage:.1%} of its mass at temperature {args.kd_temperature:g}"
         )
-        self.compiled.changes.extend(warnings)
+        self.adapted.changes.extend(warnings)
 
     def _check_teacher_of(self, cache: TeacherCache) -> None:
         student = unwrap_peft_model(self.model).name_or_path

@@ -54,7 +54,7 @@ class QuantizationMixin:
         self._layers_round = False
         self.rounding = self._fake_quantization.rounding
         self.rounding.on = not args.qat_fake_quant_after_n_steps
-        self.compiled.changes += self._describe_fake_quantization()
+        self.adapted.changes += self._describe_fake_quantization()
         if args.qat_fake_quant_after_n_steps:
             self.add_callback(
                 _RoundLater(self.rounding, args.qat_fake_quant_after_n_steps, self._expect_other_programs)
