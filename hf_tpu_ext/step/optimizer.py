@@ -121,7 +121,7 @@ class LazyAdamW(torch.optim.AdamW):
         super().load_state_dict(state_dict if self._singles is None else self._stack(state_dict))
 
     def step(self, closure: Callable | None = None) -> torch.Tensor | None:
-        """Update every parameter that has a gradient."""
+        """Update every parameter that has a gradient. Where the program of a step has done it (`is_done`), count it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

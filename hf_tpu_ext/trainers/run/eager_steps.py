@@ -93,7 +93,7 @@ class EagerSteps(TrainerCallback):
         # What was a number before the update that is under way: of each group of the optimizer its learning rate.
         self._rates: list[tuple[dict[str, Any], float]] = []
         #: Numbers that the step under way has on the device, besides the batch.
-        self.data: dict[str, torch.Tensor] = {}
+        self.numbers: dict[str, torch.Tensor] = {}
 
     # ---- A run ----
 
@@ -148,7 +148,7 @@ class EagerSteps(TrainerCallback):
             # What it writes is no part of the step. Upstream's step begins so, too.
             model.train()
             inputs = SentBatch(trainer.send_batch(inputs)["batch"])
-            self.data = self._backend.send(numbers)
+            self.numbers = self._backend.send(numbers)
         self._under_way = OPTIMIZER_STEP if sync_gradients else MICRO_STEP
         loss = trainer.forward_backward(model, inputs, num_items_in_batch)
         trainer.log_step_loss(loss, sync_gradients)

@@ -102,7 +102,7 @@ class StepsMixin:
         if not self.model.training:
             return self._numbers_of_evaluation()
         has_sent = self.compiles_steps or (self.generates and self.backend.static_shapes)
-        return self.steps.data if has_sent else self.backend.send(self.step_data())
+        return self.steps.numbers if has_sent else self.backend.send(self.step_data())
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         if not self.backend.static_shapes or "input_ids" not in inputs:
@@ -129,10 +129,10 @@ class StepsMixin:
         """The first stage of a micro-step: upstream's loss, which is returned, and its gradients."""
         if not self.compiles_steps:
             return self._step_of_upstream(model, inputs, num_items_in_batch)
-        data = self.steps.data
-        cuts_by_data = "rows_gathered" in data and self.steps.may_be_replayed
-        cut = rows_gathered(self.accelerator, data["rows_gathered"]) if cuts_by_data else nullcontext()
-        with self.micro_steps_as_data(data), cut:
+        numbers = self.steps.numbers
+        cuts_by_data = "rows_gathered" in numbers and self.steps.may_be_replayed
+        cut = rows_gathered(self.accelerator, numbers["rows_gathered"]) if cuts_by_data else nullcontext()
+        with self.micro_steps_as_data(numbers), cut:
             return self.chips.over_chips(self._step_of_upstream(model, inputs, num_items_in_batch))
 
     def _step_of_upstream(self, model, inputs, num_items_in_batch) -> torch.Tensor:

@@ -34,6 +34,12 @@ class TrainingSteps(TrainerCallback):
     A program that is run by its handle runs no Python of the model, the loss or the optimizer. What Python of known packages may
     have read is compared at each step. Where code of the user's runs inside a step, it is traced; `step_replay=True` says that this
     code does the same at every step.
+
+    | `compiled` | `compiled.why_traced` | a step is |
+    |---|---|---|
+    | a function | `None` | traced for the first ones of a shape, then run by its handle |
+    | a function | a clause | traced each time, as one program |
+    | `None` | | run stage by stage, by upstream's loop |
     """
 
     def __init__(self, trainer):
@@ -48,7 +54,7 @@ class TrainingSteps(TrainerCallback):
         #: Why the steps of the last run were traced, as a clause.
         self.why_traced: str | None = None
         #: Numbers that the step under way has on the device, besides the batch.
-        self.data: dict[str, torch.Tensor] = {}
+        self.numbers: dict[str, torch.Tensor] = {}
         #: The norm of the gradients of the step under way, once it is known.
         self.grad_norm: torch.Tensor | None = None
         #: Where gradients are between micro-steps.
@@ -172,17 +178,19 @@ class TrainingSteps(TrainerCallback):
 
     def _train_step(self, data: dict[str, dict[Any, Any]], sync_gradients: bool) -> dict[str, torch.Tensor]:
         """The function that is compiled: one micro-step."""
-        self.data = numbers = data["numbers"]
+        self.numbers = numbers = data["numbers"]
         if self.compiled.why_traced is not None:
             # The fingerprint is not compared while steps are traced, so the model is looked at here.
             self._prepare_model()
+        # Where operators run one by one, an update is a program of its own.
+        is_program, optimizer = self.compiled.why_traced is None, self._optimizer
         with self._random_numbers(numbers["seed"]):
             return train_step(
                 self._forward_backward,
                 self.gradients,
                 self._log_loss,
                 self._trainer.clip_gradients,
-                self._optimizer.update if self.compiled.why_traced is None else self._optimizer.update_by_itself,
+                optimizer.update if is_program else optimizer.update_by_itself,
                 self._model,
                 SentBatch(data["batch"]),
                 numbers,
@@ -195,8 +203,8 @@ class TrainingSteps(TrainerCallback):
         """The stages up to the backward pass. The others are called by upstream's loop."""
         self._prepare_model()
         self._under_way = OPTIMIZER_STEP if sync_gradients else MICRO_STEP
-        self.data, num_items_in_batch = self._backend.send(numbers), self._backend.send(num_items_in_batch)
-        with self._random_numbers(self.data["seed"]), self.gradients.micro_step(sync_gradients):
+        self.numbers, num_items_in_batch = self._backend.send(numbers), self._backend.send(num_items_in_batch)
+        with self._random_numbers(self.numbers["seed"]), self.gradients.micro_step(sync_gradients):
             loss = self._forward_backward(model, inputs, num_items_in_batch)
         if not sync_gradients:
             self.gradients.show()
