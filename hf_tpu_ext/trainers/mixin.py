@@ -183,12 +183,6 @@ class TPUTrainerMixin(
 
     # ---- Checkpoints ----
 
-    def _init_training_state(self, *args, **kwargs):
-        # It compares the rows of a device with those that were taken at once when the checkpoint was written, and warns where
-        # they differ.
-        with self.chips.rows_of_process():
-            return super()._init_training_state(*args, **kwargs)
-
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
         if self.model is None:
             # `hyperparameter_search` lets go of a trial's model. Upstream makes that of this one within the run.

@@ -124,11 +124,13 @@ def test_processes_on_the_cpu(monkeypatch, tmp_path):
 
     assert_fixes(check, dict(num_processes=2), "Leave it out", "add --multi_gpu --use_cpu")
     assert [args.num_processes for args in started] == [2]
-    assert_fixes(check, dict(num_processes=1, multi_gpu=True), "add --multi_gpu false")
-    assert "--num_processes 1: multi_gpu is for 2 processes or more" in refusal(
-        check, dict(num_processes=1, multi_gpu=True)
-    )
+    one = dict(num_processes=1, multi_gpu=True, use_cpu=True)
+    assert_fixes(check, one, "add --multi_gpu false")
+    assert "--num_processes 1: multi_gpu is for 2 processes or more" in refusal(check, one)
     assert len(started) == 1
+    two = dict(num_processes=2, multi_gpu=True)
+    assert_fixes(check, two, "Leave it and num_processes out", "add --use_cpu", "use_cpu: true")
+    assert_fixes(check, dict(two, num_processes=0, use_cpu=True), "Leave it out", "--num_processes 2")
 
 
 # ---- Training commands ----

@@ -77,3 +77,18 @@ def test_rows_of_a_stream_are_not_counted(runs, caplog):
     trainer = runs.ours(train=False, kwargs={"train_dataset": data}, **{**EVERY_STEP, "max_steps": 2})
     trainer.train(resume_from_checkpoint=True)
     assert "train_dataset had" not in caplog.text
+
+
+def test_rows_of_a_device_that_keep_the_global_batch_size_are_no_mismatch(runs, caplog):
+    """Upstream would compare those of the recipe with what two chips took at once."""
+    runs.ours(per_device_train_batch_size=4, **EVERY_STEP)
+    checkpoint = runs.output_dir / "checkpoint-1"
+    state = json.loads((checkpoint / "run_state.json").read_text())
+    # As a run on two chips has written it.
+    state.update(num_workers=2, recipe_rows=[2, 1])
+    (checkpoint / "run_state.json").write_text(json.dumps(state))
+    (checkpoint / "manifest.json").unlink()
+    trainer = runs.ours(per_device_train_batch_size=2, train=False, **{**EVERY_STEP, "max_steps": 2})
+    trainer.train(resume_from_checkpoint=True)
+    assert "To keep it on 1: 2 per chip x 2 gradient accumulation steps" in caplog.text
+    assert "do not match" not in caplog.text and trainer.state.global_step == 2

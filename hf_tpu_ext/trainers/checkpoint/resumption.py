@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.serialization import config as serialization_config
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.trainer import OPTIMIZER_NAME
+from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import IntervalStrategy, has_length
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging
@@ -125,6 +125,18 @@ class ResumptionMixin:
                     "weights, without resume_from_checkpoint."
                 )
         return checkpoint
+
+    def _init_training_state(self, *args, **kwargs) -> tuple[int, int]:
+        # Upstream compares the rows of a device with those that were taken at once when the checkpoint was written, and warns where
+        # they differ. The global batch size of a checkpoint of this package has been compared already.
+        if self._resumed_from is not None and "rows_per_step" in read_run_state(self._resumed_from):
+            path = Path(self._resumed_from) / TRAINER_STATE_NAME
+            rows = TrainerState.load_from_json(path).train_batch_size // max(1, self.args.n_gpu)
+            as_compared = temporarily(self.args, per_device_train_batch_size=rows)
+        else:
+            as_compared = self.chips.rows_of_process()
+        with as_compared:
+            return super()._init_training_state(*args, **kwargs)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         # Upstream has each of several processes load all of it to its device.
