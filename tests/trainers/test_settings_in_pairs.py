@@ -61,6 +61,12 @@ REFUSED_OF_UPSTREAM = {
 }
 
 
+@pytest.fixture(scope="module")
+def tiny_model(two_layer_model):
+    """With layers to loop over."""
+    return two_layer_model
+
+
 def _pairs(case):
     return set(itertools.combinations([(key, str(value)) for key, value in case.items()], 2))
 
