@@ -155,17 +155,18 @@ def read_recipe(argv: list[str]) -> Recipe:
 def load_recipe(argv: list[str], tiny_data: str, reads_data: bool = True) -> Recipe:
     """
     Read a recipe that is to be run, and set its environment variables; `tiny_data` is the dataset that `--smoke` puts in its
-    place. A key that stands twice in the file is refused (`ValueError`), and so are one that no command takes, a malformed mesh and a
-    path that is not there, that of the data only where the command `reads_data`.
+    place. A key that stands twice in the file is refused (`ValueError`), and so are one that no command takes, one of LoRA without
+    `use_peft`, a malformed mesh and a path that is not there, that of the data only where the command `reads_data`.
     """
     # Imported here: they import this module.
-    from .recipe_checks import check_keys, check_mesh, check_paths
+    from .recipe_checks import check_adapter_keys, check_keys, check_mesh, check_paths
 
     recipe = read_recipe(argv)
     for key, lines in recipe.repeated_keys.items():
         where = " and ".join(map(str, lines))
         raise UserError(f"--config {recipe.path}: the key {key!r} stands in lines {where}. Keep one of them.")
     check_keys(recipe)
+    check_adapter_keys(recipe)
     check_mesh(recipe)
     os.environ.update(recipe.env)
     if recipe.smoke is not None:

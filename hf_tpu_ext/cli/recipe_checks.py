@@ -44,6 +44,11 @@ _KEYS = ("dataset_name", "model_name_or_path", "teacher_model_name_or_path", "kd
 _FORMATS = {".jsonl": "json", ".txt": "text"}
 # Keys of data.
 _OF_DATA = ("dataset_name", "datasets")
+# What is meant by keys that no spelling leads to.
+_MEANT = {
+    **dict.fromkeys(("lora", "peft", "use_lora"), "'use_peft'"),
+    **dict.fromkeys(("qlora", "use_qlora"), "'use_peft' and 'load_in_4bit'"),
+}
 
 
 def check_keys(recipe: Recipe) -> None:
@@ -79,8 +84,9 @@ def refuse_unknown(
         # `model` is meant for `model_name_or_path`, and not for `module`.
         paths = [name for name in known_keys if name == f"{key}_name_or_path"]
         close = beginnings[-1:] or paths or difflib.get_close_matches(key, list(known_keys), n=1)
+        meant = _MEANT.get(key) or (repr(close[0]) if close else None)
         where = f"in {recipe.path}" if values is recipe.file else "on the command line"
-        hint = f"Did you mean {close[0]!r}?" if close else f"`{f'{prog} --help'.strip()}` lists the keys."
+        hint = f"Did you mean {meant}?" if meant else f"`{f'{prog} --help'.strip()}` lists the keys."
         lines.append(f"unknown key {key!r} {where}. {hint}")
     if lines:
         raise UserError("\n".join(lines))
@@ -90,6 +96,23 @@ def check_mesh(recipe: Recipe) -> None:
     """Refuse a mesh that is malformed (`ValueError`). What is no text is left to the parser, and what fits the chips to the trainer."""
     if isinstance(mesh := recipe.get("mesh"), str):
         parse_mesh(mesh)
+
+
+def check_adapter_keys(recipe: Recipe) -> None:
+    """
+    Refuse keys of LoRA without `use_peft` (`ValueError`), with which TRL trains all weights. A `use_peft: false` answers for the keys
+    of its own place, and on the command line for those of the file, too.
+    """
+    if recipe.says_yes("use_peft") or "use_peft" in recipe.command_line:
+        return
+    given = recipe.command_line if "use_peft" in recipe.file else recipe.file | recipe.command_line
+    keys = [key for key in given if key.startswith("lora_") or key in ("use_rslora", "use_dora")]
+    if keys:
+        names = ", ".join(keys)
+        raise UserError(
+            f"{recipe.where(keys[0])}: {names} {'is' if len(keys) == 1 else 'are'} for LoRA, and without use_peft all weights are "
+            f"trained. Add use_peft: true (on the command line --use_peft true), or leave {names} out."
+        )
 
 
 def check_training(recipe: Recipe) -> None:

@@ -47,6 +47,8 @@ def words(options: dict) -> list[str]:
     [
         (dict(env=3), ["such as `env: {PJRT_DEVICE: CPU}`"]),
         (dict(qat="int4"), ["such as `qat: {weight_dtype: int4, group_size: 32}`"]),
+        (dict(use_rslora=True), ["Add use_peft: true", "--use_peft true", "leave use_rslora out"]),
+        (dict(lora_r=8, use_dora=True), ["Add use_peft: true", "leave lora_r, use_dora out"]),
         (dict(dtype="float"), ["expected one of auto, bfloat16, float16, float32."]),
         (dict(lerning_rate=1e-5), []),
     ],

@@ -5,6 +5,7 @@ what may be a name on the hub is not, unless there is no way to the hub.
 
 import dataclasses
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from hf_tpu_ext.cli.recipe import Recipe
 from hf_tpu_ext.cli.recipe_checks import (
     NoSuchPath,
     _names,
+    check_adapter_keys,
     check_keys,
     check_mesh,
     check_paths,
@@ -82,6 +84,44 @@ def test_a_key_that_begins_as_a_known_one_is_taken_for_that():
     recipe = Recipe(command_line={"lora_rank": "8"})
     with pytest.raises(UserError, match="unknown key 'lora_rank' on the command line. Did you mean 'lora_r'?"):
         check_keys(recipe)
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("lora", ["use_peft"]),
+        ("peft", ["use_peft"]),
+        ("use_lora", ["use_peft"]),
+        ("qlora", ["use_peft", "load_in_4bit"]),
+        ("use_qlora", ["use_peft", "load_in_4bit"]),
+    ],
+)
+def test_a_key_of_adapters_by_another_name(key, meant):
+    """By its letters `use_lora` is near `use_rslora`, without which nothing says that there is an adapter."""
+    recipe = Recipe(command_line={key: "true"})
+    names = " and ".join(map(repr, meant))
+    with pytest.raises(UserError, match=f"unknown key {key!r} on the command line. Did you mean {names}\\?"):
+        check_keys(recipe)
+    recipe = Recipe(command_line=dict.fromkeys(meant, "true"))
+    check_keys(recipe)
+    assert recipe.says_yes("use_peft")
+
+
+def test_keys_of_lora_are_those_of_trl():
+    """Each field of `trl.ModelConfig` that makes a `LoraConfig`."""
+    keys = [field.name for field in dataclasses.fields(ModelConfig) if re.search("lora|dora", field.name)]
+    assert {"lora_r", "lora_target_modules", "use_rslora", "use_dora"} <= {*keys}
+    for key in keys:
+        with pytest.raises(UserError, match=f"recipe.yaml: {key} is for LoRA, and without use_peft all weights are"):
+            check_adapter_keys(Recipe(path="recipe.yaml", file={key: "8"}))
+
+
+def test_a_command_line_without_an_adapter_over_a_recipe_with_one():
+    file = {"use_peft": "true", "lora_r": 8}
+    check_adapter_keys(Recipe(file=file, command_line={"use_peft": "false"}))
+    check_adapter_keys(Recipe(file={**file, "use_peft": "false"}))
+    with pytest.raises(UserError, match="command line: lora_alpha is for LoRA"):
+        check_adapter_keys(Recipe(file={**file, "use_peft": "false"}, command_line={"lora_alpha": "8"}))
 
 
 def test_a_model_is_named_by_its_path():
