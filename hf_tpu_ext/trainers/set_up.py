@@ -42,6 +42,7 @@ from .checks.settings import (
     check_model_names,
     check_numbers,
     check_processes,
+    naming_layers,
 )
 from .checks.upstream import check_trainer, loads_model, overrides_loss
 from .configs import ExtensionArguments, PredictedTextArguments
@@ -142,7 +143,8 @@ class SetUpMixin:
         # The models that are on the device.
         self._models_on_device: WeakSet[nn.Module] = WeakSet()
         self._follows_optimizer = arguments.arguments.get("optimizers", (None,))[0] is not None
-        super().__init__(**arguments.arguments)
+        with naming_layers():
+            super().__init__(**arguments.arguments)
         self.adapted.changes += absent_modules_of_adapter(self.model)
         if not self.backend.unknown_upstream:
             self.adapted.changes += keep_gradients_on_cpu(self.model)

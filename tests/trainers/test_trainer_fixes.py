@@ -16,7 +16,7 @@ from peft import LoraConfig, ShiraConfig, get_peft_model
 from preference import Case, rows_for, trainer_for
 from rollouts import Case as RolloutCase
 from rollouts import trainer_for as rollout_trainer_for
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl import GRPOConfig
 
 from hf_tpu_ext import TPUDPOConfig, TPUDPOTrainer, TPUGRPOTrainer, TPUSFTConfig
@@ -34,6 +34,14 @@ from hf_tpu_ext.trainers.online.checkpoints import RolloutCheckpoints
 from hf_tpu_ext.trainers.run.chips import Chips
 
 
+SIZES = dict(
+    vocab_size=300,
+    hidden_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    intermediate_size=16,
+)
 LEAVE_OUT = "eave it out"
 
 
@@ -152,6 +160,39 @@ def test_modules_that_an_adapter_names_and_a_model_lacks(tiny_model):
 def test_the_start_of_a_run_names_a_module_that_the_model_lacks(runs, capsys):
     runs.ours(lora={"target_modules": ["q_proj", "v_prjo"]}, max_steps=1)
     assert "\n  target_modules of the adapter names 'v_prjo'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("target", "fixes"),
+    [
+        ("q_prj", ["lora_target_modules: '.*[.]q_proj'", "lora_target_modules: all-linear"]),
+        # TRL makes a word of a list of one.
+        ("v_proj", ["lora_target_modules: '.*[.]v_proj'", "lora_target_modules: all-linear"]),
+        (["q_prj", "v_prj"], ["lora_target_modules: [q_proj, v_proj]"]),
+        (["zzz"], ["lora_target_modules: all-linear"]),
+    ],
+    ids=str,
+)
+def test_layers_that_an_adapter_does_not_find(check, runs, target, fixes):
+    def made(lora_target_modules):
+        check(lora={"target_modules": lora_target_modules})
+
+    assert_fixes(made, {"lora_target_modules": target}, *fixes)
+    message = refusal(made, {"lora_target_modules": target})
+    assert "Its linear layers are q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head." in message
+
+
+def test_a_model_that_peft_has_no_layers_for(runs, tmp_path):
+    """The name of one, which upstream loads."""
+    config = AutoConfig.for_model("olmo2", eos_token_id=None, **SIZES)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "olmo2")
+
+    def made(lora_target_modules=None):
+        runs.ours(str(tmp_path / "olmo2"), {"target_modules": lora_target_modules}, train=False)
+
+    assert "is not set, and PEFT has no default for this model" in refusal(made, {})
+    assert_fixes(made, {}, "Set lora_target_modules: all-linear")
 
 
 def test_name_of_a_reference_model(tiny_model):

@@ -2,14 +2,18 @@
 
 import difflib
 import os
+import re
+import traceback
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
-from peft import PeftModel, ShiraConfig
+from peft import PeftModel, ShiraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.pytorch_utils import Conv1D
 from trl import RewardConfig
 
 from ...backends import select_backend
@@ -23,6 +27,8 @@ from .fields import adapt
 _NUMBERS = (int, float, int | None, float | None)
 # For a task with labels PEFT adds all names that heads have in upstream's models.
 _HEADS = ("classifier", "score", "qa_outputs")
+# PEFT finds no layer by the names that it is given, or has none for the model where it is given none.
+_NO_TARGETS = re.compile("not found in the base model|Please specify .target_modules")
 
 
 def check_recipe(args: ExtensionArguments) -> None:
@@ -110,6 +116,46 @@ def check_adapter(trainer_kwargs: Mapping[str, Any]) -> None:
             "SHiRA adds a sparse tensor to a weight (peft_config=ShiraConfig(...)), and torch_xla has no sparse tensors. Take another "
             "adapter, for example peft_config=LoraConfig(...), or train it on CUDA (backend='cuda') or on the CPU (use_cpu=True)."
         )
+
+
+@contextmanager
+def naming_layers() -> Iterator[None]:
+    """
+    Context in which upstream puts an adapter on the model that it has loaded. Where PEFT finds no layer for it, the error names those
+    of the model (`ValueError`).
+    """
+    try:
+        yield
+    except ValueError as error:
+        calls = [
+            frame.f_locals
+            for frame, _ in traceback.walk_tb(error.__traceback__)
+            if frame.f_code is get_peft_model.__code__
+        ]
+        if not calls or not _NO_TARGETS.search(str(error)):
+            raise
+        raise UserError(_advise_targets(calls[0]["model"], calls[0]["peft_config"].target_modules)) from error
+
+
+def _advise_targets(model: nn.Module, target: str | set[str] | None) -> str:
+    layers = {
+        name.rpartition(".")[2]: None for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D)
+    }
+    names = [target] if isinstance(target, str) else sorted(target or ())
+    close = [match for name in names for match in difflib.get_close_matches(name, layers, n=1)]
+    if target is None:
+        problem = "is not set, and PEFT has no default for this model"
+    else:
+        problem = f"is {', '.join(map(repr, names))}, and no layer of the model has such a name"
+    hint = f"Did you mean lora_target_modules: [{', '.join(close)}]? " if close else ""
+    if isinstance(target, str):
+        problem += ": one word alone is a regular expression for the whole name"
+        hint = f"Did you mean lora_target_modules: '.*[.]{close[0]}'? " if close else ""
+    listed = ", ".join([*layers][:20]) + ", ..." * (len(layers) > 20)
+    return (
+        f"lora_target_modules (target_modules of peft_config) {problem}. Its linear layers are {listed}. {hint}Set "
+        "lora_target_modules: all-linear for all of them but the head."
+    )
 
 
 def absent_modules_of_adapter(model: nn.Module) -> Iterator[str]:
