@@ -10,11 +10,10 @@ from safetensors import SafetensorError
 
 from ..atomic_write import move_into_place, remove_temporary
 from ..errors import SaveError, UserError
+from ..trainers.checkpoint.directories import EXPORT_FILE
 from ..trainers.checkpoint.run_lock import lock
 
 
-#: What an export says about itself, and what tells a directory as one.
-REPORT_FILE = "export.json"
 # While an export is written, a file and a directory with these endings are beside it.
 _LOCK, _TEMPORARY = ".hf_tpu_export.lock", ".hf_tpu_export"
 
@@ -30,8 +29,8 @@ def only_export_to(output: Path) -> Iterator[None]:
 
 def check_output(output_dir: Path, overwrite: bool, sources: list[Path]) -> None:
     """
-    Raise a `ValueError` unless an export may take a directory's place: it is none of those that are read, and not
-    there, or empty, or an earlier export that may be overwritten.
+    Raise a `ValueError` unless an export may take a directory's place: it is none of the `sources` that are read, of which the first
+    is what was trained, and not there, or empty, or an earlier export that may be overwritten.
     """
     target = output_dir.resolve()
     for source in sources:
@@ -46,16 +45,16 @@ def check_output(output_dir: Path, overwrite: bool, sources: list[Path]) -> None
         raise UserError(f"--output_dir {output_dir} is not a directory. Give another one.")
     if not any(output_dir.iterdir()):
         return
-    if not (output_dir / REPORT_FILE).is_file():
+    if not (output_dir / EXPORT_FILE).is_file():
         raise UserError(
-            f"--output_dir {output_dir} holds files that are no export (it has no {REPORT_FILE}), which are left alone. "
+            f"--output_dir {output_dir} holds files that are no export (it has no {EXPORT_FILE}), which are left alone. "
             "Give another directory."
         )
     try:
-        own_files = json.loads((output_dir / REPORT_FILE).read_text(encoding="utf-8"))["files"]
+        own_files = json.loads((output_dir / EXPORT_FILE).read_text(encoding="utf-8"))["files"]
     except (ValueError, KeyError):
         # An export of an older version has no list of its files.
-        own_files = [REPORT_FILE]
+        own_files = [EXPORT_FILE]
     if foreign := sorted({path.name for path in output_dir.iterdir()} - {*own_files}):
         names = ", ".join(foreign[:5]) + ", ..." * (len(foreign) > 5)
         raise UserError(
@@ -63,8 +62,15 @@ def check_output(output_dir: Path, overwrite: bool, sources: list[Path]) -> None
             "another directory."
         )
     if not overwrite:
+        written = (output_dir / EXPORT_FILE).stat().st_mtime
+        newer = next((path for path in sources[0].glob("*model*.safetensors") if path.stat().st_mtime > written), None)
+        age = (
+            ""
+            if newer is None
+            else f" It is older than {newer}, and so of an earlier state of the run, or of another one."
+        )
         raise UserError(
-            f"--output_dir {output_dir} holds an export already. Add --overwrite, or give another directory."
+            f"--output_dir {output_dir} holds an export already.{age} Add --overwrite, or give another directory."
         )
 
 

@@ -22,7 +22,8 @@ from ..backends import select_backend
 from ..errors import UserError
 from ..formatting import dtype_name
 from ..quantization.fake_quantized import TrainedFor
-from .files import REPORT_FILE, check_output, only_export_to, whole_directory
+from ..trainers.checkpoint.directories import EXPORT_FILE
+from .files import check_output, only_export_to, whole_directory
 from .models import BaseCheck, Source, open_source
 from .models import merge as merge_adapter
 from .proof import PROMPTS, Difference, Proof, judge
@@ -286,6 +287,6 @@ def _write_report(directory: Path, export: Export) -> None:
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "peft")}
     versions = {"hf_tpu_ext": __version__, **versions}
     # What an export that takes its place may delete.
-    files = sorted([*(path.name for path in directory.iterdir()), REPORT_FILE])
+    files = sorted([*(path.name for path in directory.iterdir()), EXPORT_FILE])
     report = json.dumps({**dataclasses.asdict(export), "versions": versions, "files": files}, indent=2)
-    (directory / REPORT_FILE).write_text(report + "\n", encoding="utf-8")
+    (directory / EXPORT_FILE).write_text(report + "\n", encoding="utf-8")

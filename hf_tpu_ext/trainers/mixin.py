@@ -194,7 +194,9 @@ class TPUTrainerMixin(
             record = self.run_record
             if self.args.should_save:
                 took_newest = checkpoint is not None and resume_from_checkpoint is True
-                set_aside(self._get_output_dir(trial), checkpoint, record is not None, took_newest)
+                models = map(unwrap_peft_model, (self.model, *self.other_models()))
+                names = [model.name_or_path for model in models if isinstance(model, PreTrainedModel)]
+                set_aside(self._get_output_dir(trial), checkpoint, record is not None, took_newest, names)
             with (
                 self.backend.processes.together("training"),
                 self.stopping_when_told(),

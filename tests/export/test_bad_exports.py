@@ -143,7 +143,12 @@ def test_an_earlier_export_is_replaced_on_request_only(run_dir, capsys):
     assert "files that it did not write: merged.Q4_0.gguf. Move them away" in capsys.readouterr().err
     mine.rename(run_dir / mine.name)
     assert main(command) == 2
-    assert "Add --overwrite" in capsys.readouterr().err
+    assert "holds an export already. Add --overwrite" in capsys.readouterr().err
+    # As a run that was resumed leaves it.
+    (run_dir / "adapter_model.safetensors").touch()
+    assert main(command) == 2
+    newer = run_dir / "adapter_model.safetensors"
+    assert f"holds an export already. It is older than {newer}, and so of an earlier" in capsys.readouterr().err
     before = (run_dir / "merged" / "export.json").stat()
     assert main([*command, "--overwrite"]) == 0
     assert (run_dir / "merged" / "export.json").stat() != before

@@ -141,6 +141,52 @@ def test_the_record_of_another_run_is_not_gone_on_with(tmp_path, record, resumes
     assert moved == (run_dir / "_earlier-1").exists()
 
 
+def write_export(directory, run_dir):
+    directory.mkdir(parents=True)
+    (directory / "export.json").write_text(json.dumps({"run_dir": str(run_dir)}))
+
+
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_exports_go_with_the_run_that_they_are_of(tmp_path, monkeypatch, caplog, has_checkpoint):
+    """They would be loaded for what the new run has trained."""
+    logging.getLogger("hf_tpu_ext").propagate = True
+    monkeypatch.chdir(tmp_path)
+    run_dir = Path("run")
+    for name in ("merged", "quantized-ema", "base"):
+        write_export(run_dir / name, run_dir)
+    write_export(run_dir / "of_a_checkpoint", run_dir.absolute() / "checkpoint-2")
+    write_export(run_dir / "of_another_run", "other")
+    (run_dir / "mine").mkdir()
+    (run_dir / "mine" / "export.json").write_text("[]")
+    (run_dir / "run.jsonl").write_text(RECORD)
+    checkpoint = write_checkpoint(run_dir, 2) if has_checkpoint else None
+    if has_checkpoint:
+        set_aside(run_dir, str(checkpoint))
+        assert not caplog.text and not (run_dir / "_earlier-1").exists()
+    set_aside(run_dir, None, models_of_run=["run/base", "Qwen/Qwen3-0.6B"])
+    assert sorted(path.name for path in run_dir.iterdir()) == ["_earlier-1", "base", "mine", "of_another_run"]
+    moved = ["merged", "of_a_checkpoint", "quantized-ema", "run.jsonl"]
+    assert (
+        sorted(path.name for path in (run_dir / "_earlier-1").iterdir()) == ["checkpoint-2"] * has_checkpoint + moved
+    )
+    checkpoints = "checkpoints of another run (checkpoint-2) and " * has_checkpoint
+    assert (
+        f"run holds {checkpoints}exports of another run (merged, of_a_checkpoint, quantized-ema), and this one begins anew. They are "
+        "moved to run/_earlier-1, where nothing deletes them."
+    ) in caplog.text
+
+
+def test_an_export_that_a_run_trains_stays(runs):
+    """An adapter names it as its base."""
+    exports = {name: runs.output_dir / name for name in ("merged", "converted")}
+    for path in exports.values():
+        write_export(path, runs.output_dir)
+    shutil.copytree(runs.model_dir, exports["merged"], dirs_exist_ok=True)
+    runs.ours(str(exports["merged"]), lora={}, max_steps=1)
+    assert exports["merged"].is_dir() and not exports["converted"].exists()
+    assert (runs.output_dir / "_earlier-1" / "converted" / "export.json").is_file()
+
+
 def test_what_was_there_is_replaced(tmp_path):
     write_checkpoint(tmp_path, 4, seed=1)
     checkpoint = write_checkpoint(tmp_path, 4, seed=2)

@@ -39,6 +39,27 @@ def test_a_model_of_other_sizes(runs, tmp_path, lora):
     resume(resume_from_checkpoint=checkpoint)
 
 
+@pytest.mark.parametrize(
+    ("use_peft", "words", "fix"),
+    [
+        (True, " is of an adapter (it has adapter_config.json), and this run trains a whole model", "use_peft: true"),
+        (False, " is of a whole model (it has model.safetensors), and this run trains an adapter", "use_peft: false"),
+    ],
+    ids=["adapter", "whole"],
+)
+def test_a_checkpoint_of_an_adapter_or_of_a_whole_model(runs, use_peft, words, fix):
+    runs.ours(lora={} if use_peft else None, **EVERY_STEP)
+    checkpoint = str(runs.output_dir / "checkpoint-1")
+
+    def resume(use_peft, resume_from_checkpoint=None):
+        trainer = runs.ours(lora={} if use_peft else None, train=False, **{**EVERY_STEP, "max_steps": 2})
+        trainer._find_checkpoint(resume_from_checkpoint)
+
+    settings = {"use_peft": not use_peft, "resume_from_checkpoint": checkpoint}
+    assert_fixes(resume, settings, fix, "leave resume_from_checkpoint out")
+    assert refusal(resume, settings).startswith(checkpoint + words)
+
+
 def test_an_adapter_of_another_rank(runs):
     runs.ours(lora={}, **EVERY_STEP)
     trainer = runs.ours(lora={"r": 8}, train=False, **{**EVERY_STEP, "max_steps": 2})

@@ -1,5 +1,6 @@
 """The checkpoint directories of a run: their names, what is moved out of a run's way, which are deleted."""
 
+import json
 import os
 import re
 import shutil
@@ -18,6 +19,8 @@ from ...report.record import RECORD_NAME, RUN_FILES, is_record
 
 logger = logging.get_logger(__name__)
 
+#: What an export says about itself, and what tells a directory as one.
+EXPORT_FILE = "export.json"
 # Upstream takes directories `checkpoint-*` for checkpoints, and leaves `_*` out when it pushes the directory of a run.
 _TEMPORARY = "_tmp-"
 # Directories of what a run does not go on from, numbered.
@@ -40,6 +43,20 @@ def _named_as_checkpoints(run_dir: str | Path) -> list[Path]:
     return [path for path in paths if re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", path.name)]
 
 
+def _exports(run_dir: Path) -> list[Path]:
+    """The directories in that of a run that `hf-tpu export` has made of it, or of one of its checkpoints."""
+    exports = []
+    for file in sorted(run_dir.glob(f"*/{EXPORT_FILE}")):
+        try:
+            source = Path(json.loads(file.read_text(encoding="utf-8"))["run_dir"]).resolve()
+        except (OSError, ValueError, TypeError, KeyError):
+            # Somebody's own file.
+            continue
+        if run_dir.resolve() in (source, source.parent):
+            exports.append(file.parent)
+    return exports
+
+
 def temporary_dir(checkpoint: Path) -> Path:
     """Name the directory beside a checkpoint's place that it is written in."""
     return checkpoint.with_name(_TEMPORARY + checkpoint.name)
@@ -53,7 +70,11 @@ def remove_leftovers(run_dir: str | Path) -> None:
 
 
 def set_aside(
-    run_dir: str | Path, resumed_from: str | None, writes_record: bool = True, took_newest: bool = False
+    run_dir: str | Path,
+    resumed_from: str | None,
+    writes_record: bool = True,
+    took_newest: bool = False,
+    models_of_run: Iterable[str] = (),
 ) -> None:
     """
     Move what a run does not go on from out of its way, with a line that says so: all checkpoints that are in its
@@ -61,8 +82,9 @@ def set_aside(
     write.
 
     What is left in the directory is of this run, so its newest checkpoint is the one with the highest number, for
-    upstream's code too, and none of another run is ever replaced or deleted. With the checkpoints of a run goes its
-    record. The record of a run that left no checkpoint is replaced by a run that begins anew. Files by the names of a
+    upstream's code too, and none of another run is ever replaced or deleted. With the checkpoints of a run go its
+    record and what was exported of it, which would be taken for the new model, but for what is among the `models_of_run` by its path. The
+    record of a run that left neither is replaced by a run that begins anew. Files by the names of a
     record that no run has written are moved, if this run `writes_record`. If it `took_newest`, which is the newest checkpoint that is
     whole, later ones are damaged, and no run can go on with them.
     """
@@ -76,17 +98,22 @@ def set_aside(
     others = [path for step, path in sorted(directories.items()) if step > last]
     names = [path.name for path in others]
     record = [run_dir / name for name in RUN_FILES if (run_dir / name).exists()]
-    is_foreign = last < 0 and (bool(others) or resumed_from is not None)
+    stay = {Path(name).resolve() for name in models_of_run}
+    exports = [path for path in _exports(run_dir) if last < 0 and path.resolve() not in stay]
+    is_foreign = last < 0 and (bool(others or exports) or resumed_from is not None)
     moved_record = record if is_foreign or (writes_record and not is_record(run_dir / RECORD_NAME)) else []
-    if not others and not moved_record:
+    if not others and not exports and not moved_record:
         return
-    aside = move_aside(run_dir, [*others, *moved_record])
+    aside = move_aside(run_dir, [*others, *exports, *moved_record])
     text = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]}"
     begins = "begins anew" if resumed_from is None else f"goes on from {resumed_from}"
-    if not others:
+    held = [f"checkpoints of another run ({text})"] if others else []
+    if exports:
+        held.append(f"exports of another run ({', '.join(path.name for path in exports)})")
+    if not held:
         what = f"{run_dir} holds {', '.join(path.name for path in moved_record)}, not of this run, which {begins}"
     elif last < 0:
-        what = f"{run_dir} holds checkpoints of another run ({text}), and this one {begins}"
+        what = f"{run_dir} holds {' and '.join(held)}, and this one {begins}"
     else:
         what = f"This run goes on from {resumed_from}, before {text}"
     go_on = ""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import nn
 from torch.utils.serialization import config as serialization_config
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState
@@ -16,7 +17,14 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import IntervalStrategy, has_length
 from transformers.training_args import OptimizerNames
-from transformers.utils import logging
+from transformers.utils import (
+    ADAPTER_CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    logging,
+)
 
 from ...atomic_write import write_atomically
 from ...callbacks.preemption import EvaluationCut
@@ -32,6 +40,8 @@ logger = logging.get_logger(__name__)
 
 # What upstream's checkpoint leaves out of the state of a run.
 _STATE_FILE = "run_state.json"
+# Files of a whole model: its weights, or where each of them is.
+_OF_MODEL = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 # How PyTorch says that a weight of a file has another shape than the model's, for PEFT's adapters, too.
 _OTHER_SHAPE = re.compile(r"size mismatch for (\S+): .*?torch\.Size\((.*?)\).*?torch\.Size\((.*?)\)")
 
@@ -56,6 +66,26 @@ def saves_other_weights(model: nn.Module) -> bool:
         return False
     own = {name: torch.empty_like(value, device="meta") for name, value in model.state_dict(keep_vars=True).items()}
     return revert_weight_conversion(model, dict(own)).keys() != own.keys()
+
+
+def check_kind(checkpoint: str, model: nn.Module) -> None:
+    """
+    Refuse (`ValueError`) to go on from a checkpoint of an adapter without one, for which upstream misses a file, and from one of a
+    whole model with an adapter, of which upstream would load nothing.
+    """
+    files = {path.name for path in Path(checkpoint).iterdir()}
+    of_model = next((name for name in _OF_MODEL if name in files), None)
+    if isinstance(model, PeftModel) and ADAPTER_CONFIG_NAME not in files and of_model is not None:
+        raise UserError(
+            f"{checkpoint} is of a whole model (it has {of_model}), and this run trains an adapter. Set use_peft: false (in Python, leave "
+            "peft_config out), or leave resume_from_checkpoint out to begin a new run. To train an adapter on these weights, begin one "
+            f"with model_name_or_path={checkpoint}"
+        )
+    if not isinstance(model, PeftModel) and ADAPTER_CONFIG_NAME in files and of_model is None:
+        raise UserError(
+            f"{checkpoint} is of an adapter (it has {ADAPTER_CONFIG_NAME}), and this run trains a whole model. Add use_peft: true (in "
+            "Python peft_config=...) and the lora_* of the run that wrote it, or leave resume_from_checkpoint out to begin a new run."
+        )
 
 
 class Resumption(TrainerCallback):
@@ -101,6 +131,8 @@ class ResumptionMixin:
         checkpoint = processes.by_first("the search for a checkpoint", find)
         if checkpoint is not None and self.backend.unknown_upstream:
             check_all_see(checkpoint, processes, self.args.save_on_each_node)
+        if checkpoint is not None:
+            check_kind(checkpoint, self.model)
         self._resumed_from = self.averaging.resumed_from = checkpoint
         # The last checkpoint of this run: its step, and whether an evaluation was due.
         self._last_save, self._evaluation_due = None, False
