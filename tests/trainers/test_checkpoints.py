@@ -367,10 +367,12 @@ def test_the_state_of_another_optimizer_is_refused(runs, tmp_path, before, after
 
 
 def test_the_state_of_other_parameters_is_refused(runs, saved_run):
+    model = AutoModelForCausalLM.from_pretrained(runs.model_dir)
+    model.get_input_embeddings().requires_grad_(False)
     with pytest.raises(
         ValueError, match="optimizer's state of other parameters than this run trains .* Set the model, the"
     ):
-        resume(runs.ours(train=False, max_steps=2, lora={}), runs.output_dir / "checkpoint-2")
+        resume(runs.ours(model=model, train=False, max_steps=2), runs.output_dir / "checkpoint-2")
 
 
 def test_a_checkpoint_without_the_optimizer_says_so(runs, caplog):
