@@ -182,10 +182,11 @@ def test_no_column_to_train_on(runs, form):
 
 
 @pytest.mark.parametrize("role", ["asistant", "Assistant"])
-def test_a_role_with_a_typing_error(runs, role):
+@pytest.mark.parametrize("more", [{}, {"tags": ["a", 1]}], ids=["struct", "json"])
+def test_a_role_with_a_typing_error(runs, role, more):
     """Templates write any role: what it says would be no answer to learn."""
-    rows = [[{"role": "user", "content": "a"}, {"role": said, "content": "b"}] for said in ("assistant", role)]
-    data = Dataset.from_dict({"messages": rows})
+    rows = [[{"role": "user", "content": "a"}, {"role": said, "content": "b", **more}] for said in ("assistant", role)]
+    data = Dataset.from_list([{"messages": row} for row in rows], on_mixed_types="use_json")
     refused(
         [f"Row 1 of train_dataset (the first is row 0): a message has the role {role!r} (did you mean 'assistant'?)."],
         lambda: runs.ours(train=False, kwargs={"train_dataset": data}),
@@ -218,7 +219,7 @@ def test_a_model_that_is_not_there(runs, tmp_path):
 
 def test_a_column_with_a_typing_error(runs):
     data = Dataset.from_list([{"mesages": [{"role": "user", "content": "a"}]}])
-    words = ["Did you mean 'messages'? Rename the column 'mesages'."]
+    words = ["Did you mean 'messages'?", "Rename the column 'mesages' to 'messages'"]
     refused(words, lambda: runs.ours(train=False, kwargs={"train_dataset": data}))
 
 
@@ -305,6 +306,18 @@ def test_messages_with_the_keys_of_sharegpt_are_for_the_users_function(runs):
     # Upstream trains on the prompts and completions.
     both = runs.train_dataset.select(range(4)).add_column("messages", dataset["messages"])
     assert len(runs.ours(train=False, kwargs={**kwargs, "train_dataset": both}).train_dataset) == 4
+
+
+def test_conversations_beside_a_text_are_left_alone(runs):
+    """Upstream knows them by other keys, and trains on the text."""
+    dataset = Dataset.from_dict(
+        {"text": ["a b"] * 2, "conversations": [[*MESSAGES[:1], {**MESSAGES[1], "content": ""}]] * 2}
+    )
+    kwargs = {"train_dataset": dataset, "eval_dataset": None}
+    trainer = runs.ours(train=False, kwargs=kwargs)
+    stock = runs.trainer(SFTTrainer, runs.config(use_cpu=True), **kwargs)
+    assert trainer.train_dataset["input_ids"][:] == stock.train_dataset["input_ids"][:]
+    assert not any("an empty answer" in line for line in trainer.adapted.changes)
 
 
 def test_half_of_prompt_and_completion_is_not_enough(runs):

@@ -1,10 +1,14 @@
 """Rows that `max_length` cuts or leaves out are told of, and prepared as by upstream's trainer, from the same files of its cache."""
 
+import json
 import logging
 
 import pytest
 from datasets import Dataset, concatenate_datasets, load_dataset
 from trl import SFTTrainer
+
+from hf_tpu_ext.errors import UserError
+from hf_tpu_ext.trainers.checks.lost_rows import describe_answers
 
 
 MAX_LENGTH = 24
@@ -62,6 +66,7 @@ def test_rows_that_are_left_out(runs):
     assert 0 < left < rows and f" of {rows} rows of the train dataset are longer than max_length=10" in longer
     why = "nothing of them is left to train on with max_length=10"
     assert left_out == f"{rows - left} of {rows} rows of the train dataset are left out: {why}"
+    why = "nothing of them is left to evaluate on with max_length=10"
     assert of_evaluation[1] == f"{10 - len(trainer.eval_dataset)} of 10 rows of the eval dataset are left out: {why}"
 
 
@@ -102,9 +107,61 @@ def test_empty_answers(runs, rows, blank):
     assert len(trainer.train_dataset) == len(dataset) and len(lines) == (blank is not None)
     if blank is not None:
         assert (
-            f" of {len(dataset)} rows of the train dataset have an empty answer ({blank}; the first is row 0)"
+            f" of {len(dataset)} rows of the train dataset have an empty answer ({blank}; the first is row 0), from which a model learns"
             in lines[0]
         )
+
+
+MIXED = {**BLANK, "tags": ["a", 1]}
+PARTS = [{"type": "text", "text": "b"}]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[ASKED, SAID], [ASKED, MIXED]],
+        [[ASKED, {**CALLS, "tags": ["a", 1]}], [ASKED, BLANK]],
+        [[ASKED, SAID], json.dumps([ASKED, BLANK])],
+        [[ASKED, {**SAID, "content": PARTS}], [ASKED, BLANK]],
+    ],
+    ids=["tags", "calls", "a row as JSON", "parts"],
+)
+def test_empty_answers_in_json(rows):
+    """`datasets` keeps messages so whose keys or types differ."""
+    dataset = Dataset.from_list([{"messages": row} for row in rows], on_mixed_types="use_json")
+    assert "arrow.json" in str(dataset.data.column("messages").type)
+    (line,) = describe_answers(dataset, "train", ["messages"])
+    assert line.startswith("1 of 2 rows of the train dataset have an empty answer (row 1; the first is row 0), from")
+    mistaken = [[ASKED], [{"from": "user", "value": "a"}, {"from": "gpt", "value": "b", "tags": ["a", 1]}]]
+    dataset = Dataset.from_list([{"conversations": row} for row in mistaken], on_mixed_types="use_json")
+    of_role, of_question = describe_answers(dataset, "train", ["conversations"])
+    assert "have answers of another role than 'assistant', such as 'gpt' (row 1;" in of_role
+    assert "end with a message that is not the assistant's (row 0;" in of_question
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_rows_of_a_split_are_quoted(runs, shuffle):
+    """Their numbers are not those of the file."""
+    rows = Dataset.from_dict({"prompt": [f"p{row}" for row in range(20)], "completion": ["b", ""] * 10})
+    split = rows.train_test_split(0.5, seed=1, shuffle=shuffle)
+    trainer = runs.ours(
+        train=False, max_length=64, kwargs={"train_dataset": split["train"], "eval_dataset": split["test"]}
+    )
+    of_train, of_evaluation = [line for line in trainer.adapted.changes if "an empty answer" in line]
+    counted = (
+        "; the first is row 0" + shuffle * ", counted after the dataset was split, shuffled or selected from" + ")"
+    )
+    for line, name, why in (
+        (of_train, "train", "from which a model learns to answer nothing"),
+        (of_evaluation, "test", "which the loss of an evaluation takes for the right one"),
+    ):
+        first = split[name]["completion"][:].index("")
+        assert f"{counted}, {why}. Row {first} begins {split[name][first]}. Correct this in the file" in line
+    mistyped = Dataset.from_list([{"messages": [{**SAID, "role": role}]} for role in ("assistant", "asistant")])
+    with pytest.raises(
+        UserError, match=r"Row 0 of train_dataset \(the first is row 0, counted after the dataset was split"
+    ):
+        runs.ours(train=False, kwargs={"train_dataset": mistyped.select([1, 0])})
 
 
 NAMED = [{"from": "user", "value": "a"}, {"from": "assistant", "value": "b"}]

@@ -131,8 +131,43 @@ def test_columns_of_text(runs):
     assert_fixes(check, {"dataset_text_field": "text"}, "for example dataset_text_field='question'")
     check(formatting_func=lambda row: row["question"])
     check(dataset=dataset.rename_column("question", "text"))
+    texts = dataset.select_columns("question").rename_column("question", "conversations")
+    check(dataset=texts, dataset_text_field="conversations")
+    assert "for example dataset_text_field='conversations'" in refusal(check, {"dataset": texts})
     empty = Dataset.from_list([{"text": "a"}, {"text": None}])
     check(dataset=eval(expression(refusal(check, {"dataset": empty})), {"dataset": empty}))
+
+
+ASKED_AND_SAID = [{"role": "user", "content": "a"}, *SAID]
+SHAREGPT = [{"from": "user", "value": "a"}, {"from": "assistant", "value": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"conversation": ASKED_AND_SAID}, ["messages"]),
+        ({"conversations": ASKED_AND_SAID, "id": "one"}, ["messages", "id"]),
+        ({"conversations": [*ASKED_AND_SAID, {**SAID[0], "tags": ["a", 1]}]}, ["messages"]),
+        ({"source": "a", "conversation": SHAREGPT, "id": "one"}, ["source", "conversations", "id"]),
+        ({"turns": ASKED_AND_SAID}, ["messages"]),
+        ({"question": "a", "answer": "b"}, ["prompt", "completion"]),
+        ({"question": "a", "answer": "b", "year": 2020}, ["prompt", "completion", "year"]),
+        ({"prompt": "a", "answer": "b"}, ["prompt", "completion"]),
+        ({"answer": "b", "prompts": "a"}, ["completion", "prompt"]),
+        ({"promt": SAID, "completions": SAID}, ["prompt", "completion"]),
+        ({"txt": "a", "id": "one"}, ["text", "id"]),
+        ({"inputs_ids": [5, 6]}, ["input_ids"]),
+    ],
+    ids=str,
+)
+def test_columns_with_other_names(runs, row, columns):
+    """They are refused before a model is loaded, and prepared by upstream once they are renamed."""
+    dataset = Dataset.from_list([row] * 2, on_mixed_types="use_json")
+    check = lambda dataset: check_dataset(dataset, "train_dataset", runs.config(), False)  # noqa: E731
+    renamed = eval(expression(refusal(check, {"dataset": dataset})), {"dataset": dataset})
+    assert renamed.column_names == columns
+    trainer = runs.ours(train=False, kwargs={"train_dataset": renamed, "eval_dataset": None})
+    assert len(trainer.train_dataset) == 2
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["config", "model"])

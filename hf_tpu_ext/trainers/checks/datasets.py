@@ -12,12 +12,14 @@ from trl import SFTConfig
 
 from ...errors import UserError
 from ...vision.collator import IMAGE_COLUMNS
+from .messages import keys_of, read_column, read_row
 from .rows import refusal_of_rows, unusual_rows
 
 
-_NEEDED = "'messages', 'prompt' and 'completion', 'conversations', 'input_ids'"
+_PAIR = ("prompt", "completion")
+_PREFERENCES = ("chosen", "rejected")
+_NEEDED = "'messages', 'prompt' and 'completion', 'conversations' (of messages with 'from' and 'value'), 'input_ids'"
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_COLUMNS = ("messages", "prompt", "completion", "conversations", "input_ids")
 
 
 def named_datasets(owner: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,13 +57,14 @@ def check_has_rows(dataset, name: str) -> list[str]:
     return columns
 
 
-def check_keys(dataset, name: str, columns: Iterable[str]) -> None:
-    """Check that the messages of columns that upstream makes tokens of have the keys that it reads (`ValueError`)."""
+def check_keys(first: Mapping[str, Any], name: str, columns: Iterable[str]) -> None:
+    """
+    Check that the messages of columns that upstream makes tokens of have the keys that it reads (`ValueError`), by the `first` row of a
+    dataset.
+    """
     for column in columns:
-        # A stream need not know its features.
-        feature = (dataset.features or {}).get(column)
-        keys = feature.feature if isinstance(feature, datasets.List) else None
-        if isinstance(keys, dict) and {"from", "value"} <= keys.keys() and "role" not in keys:
+        keys = keys_of(first.get(column))
+        if {"from", "value"} <= keys and "role" not in keys:
             raise UserError(
                 f"The messages of {column!r} in {name} have the keys 'from' and 'value', which upstream takes in a column 'conversations' of "
                 "SFT alone. Call them 'role' and 'content' in the file, and the roles 'user' and 'assistant'; in Python, "
@@ -69,10 +72,18 @@ def check_keys(dataset, name: str, columns: Iterable[str]) -> None:
             )
 
 
-def trained_columns(columns: Iterable[str], text_field: str) -> tuple[str, ...]:
-    """Of the columns of a dataset, those that supervised fine-tuning takes first."""
-    kinds = (("input_ids",), ("prompt", "completion"), ("messages",), ("conversations",))
-    return next((kind for kind in kinds if {*columns} >= {*kind}), (text_field,))
+def trained_columns(columns: Iterable[str], first: Mapping[str, Any], text_field: str) -> tuple[str, ...]:
+    """
+    Of the columns of a dataset with a `first` row, those that supervised fine-tuning takes first; none if it takes none. It knows
+    `conversations` by the keys `from` and `value` in the first row.
+    """
+    conversations = first.get("conversations")
+    is_text = isinstance(conversations, str) and text_field == "conversations"
+    # What is missing is told as such.
+    is_read = is_text or not conversations or {"from", "value"} <= keys_of(conversations)
+    read = {column for column in columns if is_read or column != "conversations"}
+    kinds = (("input_ids",), _PAIR, ("messages",), ("conversations",), (text_field,))
+    return next((kind for kind in kinds if read >= {*kind}), ())
 
 
 def check_rows_left(dataset, name: str, args: TrainingArguments) -> None:
@@ -91,21 +102,17 @@ def check_dataset(dataset, name: str, args: SFTConfig, has_formatting_func: bool
     skips_preparation = (args.dataset_kwargs or {}).get("skip_prepare_dataset", False)
     if not columns or has_formatting_func or skips_preparation or set(IMAGE_COLUMNS) & set(columns):
         return
-    text_columns = {args.dataset_text_field, "messages", "conversations", "input_ids"} & set(columns)
-    if not text_columns and not {"prompt", "completion"} <= set(columns):
-        fix = f"Name the text column, for example dataset_text_field={columns[0]!r}, rename a column, or pass a formatting_func."
-        for column in columns:
-            if close := difflib.get_close_matches(column, [*_COLUMNS, args.dataset_text_field], n=1, cutoff=0.75):
-                fix = f"Did you mean {close[0]!r}? Rename the column {column!r}."
+    first = read_row(dataset)
+    own_columns = trained_columns(columns, first, args.dataset_text_field)
+    if not own_columns:
         raise UserError(
             f"{name} has no column to train on. It has {columns}; needed is the text column "
-            f"({args.dataset_text_field!r}) or {_NEEDED}. {fix}"
+            f"({args.dataset_text_field!r}) or {_NEEDED}. {_fix_of_columns(first, args.dataset_text_field)}"
         )
-    own_columns = trained_columns(columns, args.dataset_text_field)
-    check_keys(dataset, name, {*own_columns} - {"conversations"})
+    check_keys(first, name, {*own_columns} - {"conversations"})
     if isinstance(dataset, datasets.Dataset):
         problems = _rows_without_value(dataset, [*own_columns, *({"labels"} & {*columns})])
-        conversations = sorted({"messages", "conversations", "prompt", "completion"} & set(columns))
+        conversations = sorted({"messages", "conversations", *_PAIR} & {*own_columns})
         for column in conversations:
             problems |= _rows_of_mistyped_roles(dataset, column)
         if problems:
@@ -114,21 +121,63 @@ def check_dataset(dataset, name: str, args: SFTConfig, has_formatting_func: bool
             raise refusal_of_rows(dataset, name, dict(sorted(problems.items())) | others | problems)
 
 
+def _fix_of_columns(first: Mapping[str, Any], text_field: str) -> str:
+    """What to do about the columns of a dataset without one to train on, by what its `first` row has in them."""
+    names = {column: _names_for(value, text_field) for column, value in first.items()}
+    close = {column: difflib.get_close_matches(column, names[column], n=1, cutoff=0.75) for column in names}
+    near = {new: old for old, match in close.items() for new in match if new not in first}
+    chats = [column for column in first if {"messages", "conversations"} & {*names[column]}]
+    if len(chats) == 1 and chats[0] not in (*_PAIR, *_PREFERENCES):
+        (old,), new = chats, names[chats[0]][0]
+        keys = "'role' and 'content'" if new == "messages" else "'from' and 'value'"
+        return f"Did you mean {new!r}? The messages of {old!r} have the keys {keys}. {_rename({old: new})}."
+    texts = [column for column, value in first.items() if isinstance(value, str)]
+    if len(texts) == 2 and text_field not in near and not {*_PREFERENCES} & {*texts}:
+        is_reversed = close[texts[0]] == ["completion"] or close[texts[1]] == ["prompt"]
+        question, answer = reversed(texts) if is_reversed else texts
+        return (
+            f"If {answer!r} answers {question!r}, train on the answers: {_rename({question: 'prompt', answer: 'completion'})}. Or train on "
+            f"one of them alone, for example dataset_text_field={texts[0]!r}, or pass a formatting_func that makes one text of a row."
+        )
+    if near:
+        return f"Did you mean {', '.join(map(repr, near))}? {_rename({old: new for new, old in near.items()})}."
+    named = f"Name the text column, for example dataset_text_field={texts[0]!r}, or r" if texts else "R"
+    return f"{named}ename a column, or pass a formatting_func."
+
+
+def _names_for(value: Any, text_field: str) -> list[str]:
+    """The names that a column with such a value may have."""
+    keys = keys_of(value)
+    if isinstance(value, str):
+        return [text_field, *_PAIR]
+    if {"role", "content"} <= keys:
+        return ["messages", *_PAIR]
+    if {"from", "value"} <= keys:
+        return ["conversations"]
+    is_tokens = isinstance(value, list) and value and isinstance(value[0], int)
+    return ["input_ids"] if is_tokens else []
+
+
+def _rename(names: Mapping[str, str]) -> str:
+    """What to type for columns to have other names."""
+    renamed = {old: new for old, new in names.items() if old != new}
+    words = " and ".join(f"{old!r} to {new!r}" for old, new in renamed.items())
+    return f"Rename the column{'s' * (len(renamed) > 1)} {words} in the file, or, in Python, with dataset.rename_columns({renamed})"
+
+
 def _rows_of_mistyped_roles(dataset: datasets.Dataset, column: str) -> dict[int, tuple[str, str]]:
     """The rows in which a role is a typing error: templates write it as it is, and it is no answer to train on."""
-    values = dataset.data.column(column)
-    message = values.type.value_type if pa.types.is_list(values.type) else values.type
-    if not pa.types.is_struct(message) or "role" not in message.names:
-        return {}
     problems = {}
-    for role in pc.unique(pc.struct_field(pc.list_flatten(values), "role")).to_pylist():
-        close = difflib.get_close_matches(role or "", _ROLES, n=1, cutoff=0.8)
-        if not close or role == close[0]:
-            continue
-        # The role is one of the whole table: a selection of its rows may not have it.
-        for row, messages in enumerate(dataset[column]):
-            if any(message is not None and message["role"] == role for message in messages or ()):
-                problems[row] = (f"a message has the role {role!r} (did you mean {close[0]!r}?)", "")
+    for start, values in read_column(dataset, column):
+        message = values.type.value_type if pa.types.is_list(values.type) else None
+        if message is None or not pa.types.is_struct(message) or "role" not in message.names:
+            return {}
+        roles, rows = pc.struct_field(pc.list_flatten(values), "role"), pc.list_parent_indices(values)
+        for role in pc.unique(roles).to_pylist():
+            close = difflib.get_close_matches(role or "", _ROLES, n=1, cutoff=0.8)
+            if close and role != close[0]:
+                problem = f"a message has the role {role!r} (did you mean {close[0]!r}?)", ""
+                problems |= {start + row: problem for row in rows.filter(pc.equal(roles, role)).to_pylist()}
     return problems
 
 

@@ -9,21 +9,22 @@ import pyarrow.compute as pc
 from transformers import TrainingArguments
 from trl import SFTConfig
 
-from .rows import name_rows
+from .messages import read_column
+from .rows import count_rows_from, name_rows, quote_row
 
 
 # Columns of tokens, each of which is a sequence, behind the prompt if there are `prompt_ids`.
 _SEQUENCES = ("input_ids", "chosen_ids", "rejected_ids", "completion_ids")
 # Names of the assistant in data from elsewhere.
 _SHAREGPT = ["gpt", "bot", "chatgpt"]
-_EMPTY = "have an empty answer ({rows}; the first is row 0), from which a model learns to answer nothing"
+_EMPTY = "have an empty answer ({rows}), {of_empty}"
+_LEARNED = "from which a model learns to answer nothing"
+_EVALUATED = "which the loss of an evaluation takes for the right one"
 _OTHER_ROLE = (
     "have answers of another role than 'assistant', such as 'gpt' ({rows}), which chat templates write as it is: whoever generates asks for "
     "an answer of 'assistant'"
 )
 _QUESTION = "end with a message that is not the assistant's ({rows}), so that no answer follows"
-# Rows that are read together.
-_ROWS = 10_000
 
 
 def describe_lost(
@@ -34,7 +35,8 @@ def describe_lost(
     if packing:
         # None is left out, and several are one.
         return lines
-    why = f"nothing of them is left to train on with max_length={args.max_length}"
+    use = "train" if name == "train" else "evaluate"
+    why = f"nothing of them is left to {use} on with max_length={args.max_length}"
     return lines + describe_left_out(
         len(whole), len(prepared), name, why if lines else "none of their tokens has a label"
     )
@@ -74,17 +76,22 @@ def describe_answers(dataset: datasets.Dataset, name: str, columns: Iterable[str
     """
     rows_of: dict[str, set[int]] = {}
     for column in {*columns} & {*dataset.column_names}:
-        start = 0
-        for table in dataset.with_format("arrow", columns=[column]).iter(_ROWS):
-            for problem, rows in _problems(table[column].combine_chunks()):
+        for start, values in read_column(dataset, column):
+            for problem, rows in _problems(values):
                 rows_of.setdefault(problem, set()).update(start + row for row in rows)
-            start += len(table)
-    return [
-        f"{len(rows):,} of {len(dataset):,} rows of the {name} dataset {problem.format(rows=name_rows(sorted(rows)))}. Correct this in the "
-        "file, or, in Python, leave such rows out with dataset.filter"
-        for problem, rows in rows_of.items()
-        if rows
-    ]
+    lines = []
+    for problem, of_problem in rows_of.items():
+        if of_problem:
+            rows = sorted(of_problem)
+            named = problem.format(
+                rows=f"{name_rows(rows)}; {count_rows_from(dataset)}",
+                of_empty=_LEARNED if name == "train" else _EVALUATED,
+            )
+            lines.append(
+                f"{len(rows):,} of {len(dataset):,} rows of the {name} dataset {named}. {quote_row(dataset, rows[0])} Correct this in the "
+                "file, or, in Python, leave such rows out with dataset.filter"
+            )
+    return lines
 
 
 def _sequence_lengths(dataset: datasets.Dataset) -> np.ndarray:
@@ -92,7 +99,7 @@ def _sequence_lengths(dataset: datasets.Dataset) -> np.ndarray:
     columns = [name for name in _SEQUENCES if name in dataset.column_names]
     prompts = [name for name in ("prompt_ids",) if name in dataset.column_names]
     parts = []
-    for table in dataset.with_format("arrow", columns=[*columns, *prompts]).iter(batch_size=_ROWS):
+    for table in dataset.with_format("arrow", columns=[*columns, *prompts]).iter(batch_size=10_000):
         of_prompts = sum(pc.list_value_length(table[name]).to_numpy() for name in prompts)
         parts.append(np.stack([pc.list_value_length(table[name]).to_numpy() + of_prompts for name in columns]))
     return np.concatenate(parts, 1)

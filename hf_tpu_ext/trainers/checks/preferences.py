@@ -10,6 +10,7 @@ import datasets
 from ...errors import UserError
 from .datasets import check_has_rows, check_keys
 from .lost_rows import describe_answers, describe_cut, describe_left_out
+from .messages import read_row
 from .rows import TEXT_OR_MESSAGES, naming_rows, refusal_of_rows
 
 
@@ -48,7 +49,7 @@ def find_columns(dataset, name: str, trainer: str) -> list[str]:
                     f"No row of {name} has a value of {column!r}, as of a file without that column. Rename or add the column in the file of "
                     f"{name}."
                 )
-    check_keys(dataset, name, ("prompt", "chosen", "rejected", "completion"))
+    check_keys(read_row(dataset), name, ("prompt", "chosen", "rejected", "completion"))
     prompt = ["prompt"] if "prompt" in names else []
     if {"chosen", "rejected"} <= names:
         return [*prompt, "chosen", "rejected"]

@@ -8,6 +8,7 @@ import datasets
 
 from ...errors import UserError
 from ...formatting import count, format_value
+from .messages import read_row
 
 
 #: Columns that hold text or messages, in every trainer.
@@ -44,13 +45,23 @@ def refusal_of_rows(dataset: Any, name: str, problems: Mapping[int, tuple[str, s
     if rest := sum(len(rows) for _, rows in others[_MOST_NAMED:]):
         also += f"; and {count(rest, 'row')} more"
     row_filter = f"dataset.filter(lambda row: {keep})" if keep else "dataset.filter"
-    quote = ""
-    if isinstance(dataset, datasets.Dataset):
-        quote = f" Row {rows[0]} begins {format_value(dataset.with_format(None)[rows[0]])}."
+    also = f" Also {also}." if also else ""
+    quote = f" {quote_row(dataset, rows[0])}" if isinstance(dataset, datasets.Dataset) else ""
     return UserError(
-        f"{name_rows(rows).capitalize()} of {name} (the first is row 0): {problem}.{f' Also {also}.' if also else ''}{quote} Correct this in "
-        f"the file, or, in Python, leave such rows out with {row_filter}.{end}"
+        f"{name_rows(rows).capitalize()} of {name} ({count_rows_from(dataset)}): {problem}.{also}{quote} Correct this in the file, or, in "
+        f"Python, leave such rows out with {row_filter}.{end}"
     )
+
+
+def quote_row(dataset: datasets.Dataset, row: int) -> str:
+    """A sentence with the beginning of a row, for it to be found in its file, e.g. `"Row 3 begins {'text': ''}."`."""
+    return f"Row {row} begins {format_value(read_row(dataset, row))}."
+
+
+def count_rows_from(dataset: Any) -> str:
+    """How the rows of a dataset are counted: in their order behind a split, a shuffle or a selection, as far as it is known of one."""
+    is_selected = isinstance(dataset, datasets.Dataset) and dataset._indices is not None
+    return "the first is row 0" + is_selected * ", counted after the dataset was split, shuffled or selected from"
 
 
 def name_rows(rows: Sequence[int]) -> str:
