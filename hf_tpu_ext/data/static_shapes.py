@@ -195,7 +195,7 @@ class StaticShapeCollator(WrappedCollator):
                 f"A batch of {length} tokens is longer than the greatest declared length {self.lengths[-1]}. Truncate "
                 f"the examples (`max_length={self.lengths[-1]}`), or declare the length of the longest one, of which {length} may not be the last: "
                 f"{_setting(f'max_length={length}', self.config_name)}, or several lengths: "
-                f"{_setting(f'length_buckets={[*self.lengths, length]}', self.config_name)}."
+                f"{_setting(f'max_length={length}, length_buckets={[*self.lengths, length]}', self.config_name)}."
             )
         return target
 

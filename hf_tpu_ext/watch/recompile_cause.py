@@ -130,7 +130,10 @@ def compare_operations(
     operator = operation.operator or operation.name
     places = [one.place for one in (new, old, operation) if one is not None and one.place is not None]
     # Where a mode has handed an operator on, torch_xla records the line of the mode; of `tensor ** number`, a line of PyTorch.
-    places = [place for place in places if place.file != deferred_reads.__file__ and package_of(place.file) != "torch"]
+    libraries = ("torch", "torch_xla")
+    places = [
+        place for place in places if place.file != deferred_reads.__file__ and package_of(place.file) not in libraries
+    ]
     where = f" [{describe_line(places[0])}]" if places else ""
     if not places and (own_code := find_own_code()):
         where = f", in {own_code}"

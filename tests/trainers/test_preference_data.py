@@ -144,3 +144,32 @@ def test_a_file_without_a_column(xla, tmp_path, kind):
     data = Dataset.from_dict({**PAIR, "prompt": ["a"] * 2, "chosen": ["b"] * 2, "rejected": [None] * 2})
     words = ["No row of eval_dataset has a value of 'rejected'", "Rename or add the column in the file"]
     refused(words, lambda: trainer_for(Case(kind), tmp_path, ours=True, train_dataset=rows(PAIR), eval_dataset=data))
+
+
+class OwnMetric(TPUDPOTrainer):
+    """Logs a metric by a name that no class says."""
+
+    def _compute_loss(self, model, inputs, return_outputs):
+        result = super()._compute_loss(model, inputs, return_outputs)
+        loss = result[0] if return_outputs else result
+        self._metrics["train" if self.model.training else "eval"]["twice"].append(2 * loss.detach())
+        return result
+
+
+def test_a_metric_of_the_users_own_is_logged_in_evaluations_too(xla, tmp_path):
+    trainer = trainer_for(Case("dpo", {"step_replay": True}, evaluates=True), tmp_path, ours=True)
+    own = OwnMetric(
+        trainer.model,
+        args=trainer.args,
+        train_dataset=rows_for("dpo"),
+        eval_dataset=rows_for("dpo", count=4),
+        processing_class=trainer.processing_class,
+    )
+    own.train()
+    logs = own.state.log_history
+    assert {entry["step"] for entry in logs if "twice" in entry} and any("eval_twice" in entry for entry in logs)
+    for entry in logs:
+        for name in {"loss", "eval_loss"} & entry.keys():
+            assert entry[name.replace("loss", "twice")] == pytest.approx(2 * entry[name], rel=1e-3)
+    # Its sums are not known before the first step.
+    assert "_more_metrics()" in own.steps.why_traced

@@ -380,7 +380,7 @@ def test_supervised_training_is_completed_unless_there_is_code_of_the_callers(ru
     # Rows to evaluate on are of two declared lengths.
     training, evaluation = rows_of_programs(ours)
     assert (training, set(evaluation)) == (([4, 2], {4, 2}) if hooked else ([4], set()))
-    reason = "graph: a user hook on model.layers.0, which may count"
+    reason = "graph: a user hook on model.layers.0 (test_ragged_batches.py, line "
     assert caplog.text.count(reason) == (2 if hooked else 0)
 
 

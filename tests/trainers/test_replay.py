@@ -369,6 +369,23 @@ def test_a_buffer_filled_in_a_callback_is_read_by_replayed_steps(both, caplog):
     assert trainer.spent.replays >= 3 and "Step replay is off" not in caplog.text
 
 
+class LossByLateBuffer(TPUSFTTrainer):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.model.register_buffer("factor", torch.ones(()), persistent=False)
+
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs) * self.model.factor
+
+
+def test_a_buffer_that_is_left_on_the_host_is_told_with_the_fix(runs):
+    trainer = runs.ours(config_cls=TPUSFTConfig, cls=LossByLateBuffer, step_replay=True, max_steps=2)
+    assert (
+        "on the host" in trainer.steps.why_traced
+        and "register it with device=model.device" in trainer.steps.why_traced
+    )
+
+
 @pytest.mark.ci
 def test_a_hook_is_not_left_out(both, caplog):
     class Hook(TrainerCallback):

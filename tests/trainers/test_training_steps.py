@@ -1,5 +1,7 @@
 """One object begins and ends each step, and everybody else finds it ended."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from transformers import TrainerCallback
@@ -170,9 +172,18 @@ class Rising(TPUSFTTrainer):
 
 
 @pytest.mark.parametrize("use_cpu", [False, True])
-def test_a_number_of_a_loss_is_that_of_its_step_and_evaluation_on_any_device(runs, use_cpu):
+def test_a_number_of_a_loss_is_that_of_its_step_and_evaluation_on_any_device(runs, monkeypatch, use_cpu):
     config = dict(config_cls=TPUSFTConfig, cls=Rising, learning_rate=0.0, warmup_steps=0, step_replay=True)
-    trainer = runs.ours(**config, use_cpu=use_cpu, eval_strategy="steps", eval_steps=2, max_steps=4)
+    config |= dict(use_cpu=use_cpu, eval_strategy="steps", eval_steps=2, max_steps=4)
+    trainer = runs.ours(**config, train=False)
+    batches, sent = [], []
+    if not use_cpu:
+        monkeypatch.setattr(trainer.backend.processes, "note_sent", lambda data: sent.append(len(data)))
+        send = trainer.send_batch
+        monkeypatch.setattr(trainer, "send_batch", lambda *args: batches.append(len(sent)) or send(*args))
+    trainer.train()
+    # Two steps, then an evaluation: a batch of it goes to the device with its number, in one transfer.
+    assert use_cpu or {after - before for before, after in pairwise(batches[2:5])} == {1}
     plain = runs.ours(use_cpu=True, eval_strategy="steps", eval_steps=2, max_steps=4, learning_rate=0.0)
     for ours, theirs in zip(trainer.state.log_history, plain.state.log_history, strict=True):
         for name in {"loss", "eval_loss"} & ours.keys():

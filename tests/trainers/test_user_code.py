@@ -389,7 +389,8 @@ def test_a_branch_in_a_hook_is_named_by_its_operator_and_module(runs):
     trainer.train()
     (event,) = (event for event in trainer.watch.events if event.cause is not None)
     assert event.step == 3 and event.cause.startswith("the step computes `aten::mul` of f32[")
-    assert event.cause.endswith(", in code of yours: a user hook on model.layers.0.mlp")
+    place = f"(test_user_code.py, line {scale.__code__.co_firstlineno})"
+    assert event.cause.endswith(f", in code of yours: a user hook on model.layers.0.mlp {place}")
 
 
 def test_a_hook_that_reads_in_a_checkpointed_layer_is_no_recompilation(runs):

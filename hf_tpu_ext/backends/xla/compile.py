@@ -157,6 +157,11 @@ class Trace:
 
     def __init__(self, backend: Backend, state: Sequence[torch.Tensor], data: Sequence[torch.Tensor]):
         self._backend, self._state = backend, list(state)
+        if any(tensor.device.type != backend.device.type for tensor in state):
+            raise CannotReplay(
+                "a tensor of the training state is on the host, for example a buffer that the model got after the trainer was made: "
+                "register it with device=model.device"
+            )
         # A buffer that is still to be filled has no identity.
         xm.wait_device_ops()
         # Held on to: the buffer of a tensor that is written before it is read is free, and its identity goes to the next.
@@ -214,6 +219,11 @@ class Trace:
         if any(leaf.device.type != self._backend.device.type for leaf in leaves):
             raise CannotReplay("a result is on the host")
         tensors, size = [*state, *leaves], len(self._state)
+        if len(state) != size:
+            raise CannotReplay(
+                "the training state has got tensors in the middle of a step, for example the sums of a metric that _more_metrics() of the "
+                "trainer does not name"
+            )
         is_computed = graphs.find_pending(tensors)
         for before, after, is_pending in zip(self._state, state, is_computed[:size], strict=True):
             if before is not after and not is_pending:

@@ -92,13 +92,14 @@ class CompiledEvaluation:
         self._trace_batch = trace
         with self.copies.not_made():
             data["seed"] = self.seeds.beside(next(self._batch_numbers))
-            device_data = {**self.send_batch(inputs, data), "of_evaluation": self.backend.send(self.evaluation_data())}
-            return compiled(device_data, end, kind=kind)
+            data["of_evaluation"] = self.evaluation_data()
+            return compiled(self.send_batch(inputs, data), end, kind=kind)
 
     def _run_batch(self, data: dict[str, dict[Any, Any]], kind: str) -> Any:
         """What is compiled."""
         numbers = dict(data["numbers"])
-        with RandomNumbers(numbers.pop("seed")), temporarily(self, numbers_of_batch=data["of_evaluation"]):
+        seed, of_evaluation = numbers.pop("seed"), numbers.pop("of_evaluation")
+        with RandomNumbers(seed), temporarily(self, numbers_of_batch=of_evaluation):
             return self._trace_batch(SentBatch(data["batch"]), **numbers)
 
     def _compile_batches(self) -> CompiledFunction:

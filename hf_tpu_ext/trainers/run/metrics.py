@@ -80,6 +80,8 @@ class MetricsMixin:
             self._appended_metrics[mode].add(name)
             if name not in self._metric_names:
                 self._metric_names.append(name)
+            if name not in sums.tensors:
+                # Those of training and of evaluation are apart.
                 sums.extend([name, _count(name)])
             totals[name], totals[_count(name)] = 0.0, 0.0
             for value, condition in zip(values, values.conditions, strict=True):

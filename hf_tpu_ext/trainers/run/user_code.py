@@ -7,6 +7,7 @@ import sysconfig
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, cached_property, partial
+from pathlib import Path
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -94,6 +95,14 @@ def _is_known_code(value: Any) -> bool:
     if functions or not callable(value) or isinstance(value, type) or inspect.isbuiltin(value):
         return all(map(_is_known_function, functions))
     return is_known(type(value).__module__) or type(value).__module__.partition(".")[0] in sys.stdlib_module_names
+
+
+def _line_of(value: Any) -> str:
+    """The file and line of the function that something stands for, in parentheses; nothing where it is not one of Python."""
+    function = next(_functions_in(value), None)
+    if function is None:
+        return ""
+    return f" ({Path(function.__code__.co_filename).name}, line {function.__code__.co_firstlineno})"
 
 
 def _is_installed(function: FunctionType) -> bool:
@@ -297,8 +306,8 @@ def _in_models(models: Sequence[nn.Module]) -> str | None:
                 return f"{place} is a {type(module).__name__}, a custom module"
             for attribute, value in vars(module).items():
                 if attribute in HOOKS:
-                    if not all(map(_is_known_code, value.values())):
-                        return f"a user hook on {place}"
+                    if hooks := [hook for hook in value.values() if not _is_known_code(hook)]:
+                        return f"a user hook on {place}{_line_of(hooks[0])}"
                 elif callable(value) and not isinstance(value, nn.Module) and not _is_known_code(value):
                     return f"{attribute} of {place} is user code"
     return None
@@ -311,8 +320,8 @@ def _in_hooks(models: Sequence[nn.Module]) -> str | None:
     for model in models:
         for name, parameter in model.named_parameters():
             for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
-                if hooks is not None and not all(map(_is_known_code, hooks.values())):
-                    return f"a user hook on the parameter {name}"
+                if users := [hook for hook in (hooks or {}).values() if not _is_known_code(hook)]:
+                    return f"a user hook on the parameter {name}{_line_of(users[0])}"
     return None
 
 

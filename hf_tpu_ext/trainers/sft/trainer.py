@@ -131,7 +131,7 @@ class TPUSFTTrainer(DistillationMixin, QuantizationMixin, TPUTrainerMixin, SFTTr
         callbacks.insert(len(callbacks) if record is None else callbacks.index(record), samples)
 
     def _more_metrics(self) -> tuple[str, ...]:
-        return KD_METRICS if distills(self.args) else ()
+        return (*super()._more_metrics(), *(KD_METRICS if distills(self.args) else ()))
 
     # ---- Static shapes ----
 
