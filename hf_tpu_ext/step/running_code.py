@@ -2,7 +2,7 @@
 
 import os
 import sys
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 
@@ -80,9 +80,12 @@ class RunningCode:
             return
         self._code_ids.add(id(frame.f_code))
         if self.user_code is None and not is_of_library(_module_of(frame)) and not _is_aside(frame):
-            code = frame.f_code
-            place = f"{os.path.basename(code.co_filename)}, line {code.co_firstlineno}"
-            self.user_code = f"{code.co_qualname} ({place}) is user code"
+            self.user_code = f"{frame.f_code.co_qualname} ({place_of(frame.f_code)}) is user code"
+
+
+def place_of(code: CodeType) -> str:
+    """The file and the first line of code, for people."""
+    return f"{os.path.basename(code.co_filename)}, line {code.co_firstlineno}"
 
 
 def _module_of(frame: FrameType) -> str:

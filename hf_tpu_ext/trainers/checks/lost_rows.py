@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 from transformers import TrainingArguments
 from trl import SFTConfig
 
-from .messages import read_column
+from .messages import ROWS_AT_ONCE, read_column
 from .rows import count_rows_from, name_rows, quote_row
 
 
@@ -99,7 +99,7 @@ def _sequence_lengths(dataset: datasets.Dataset) -> np.ndarray:
     columns = [name for name in _SEQUENCES if name in dataset.column_names]
     prompts = [name for name in ("prompt_ids",) if name in dataset.column_names]
     parts = []
-    for table in dataset.with_format("arrow", columns=[*columns, *prompts]).iter(batch_size=10_000):
+    for table in dataset.with_format("arrow", columns=[*columns, *prompts]).iter(ROWS_AT_ONCE):
         of_prompts = sum(pc.list_value_length(table[name]).to_numpy() for name in prompts)
         parts.append(np.stack([pc.list_value_length(table[name]).to_numpy() + of_prompts for name in columns]))
     return np.concatenate(parts, 1)

@@ -7,8 +7,8 @@ import datasets
 import pyarrow as pa
 
 
-# Rows that are read together.
-_ROWS = 10_000
+#: Rows that are read together.
+ROWS_AT_ONCE = 10_000
 # What is asked of a content, which may be long or a list of parts, is whether there is any.
 _CONTENT = "some content"
 _MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string(), "tool_calls": pa.bool_()}))
@@ -37,7 +37,7 @@ def read_column(dataset: datasets.Dataset, column: str) -> Iterator[tuple[int, p
     is_json = "arrow.json" in str(dataset.data.column(column).type)
     rows = dataset.select_columns([column]).with_format(None if is_json else "arrow")
     start = 0
-    for batch in rows.iter(_ROWS):
+    for batch in rows.iter(ROWS_AT_ONCE):
         values = pa.array(map(_messages, batch[column]), _MESSAGES) if is_json else batch[column].combine_chunks()
         yield start, values
         start += len(values)

@@ -127,6 +127,7 @@ def naming_layers() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
+        # The model is a local of upstream's yet: the trainer has none.
         calls = [
             frame.f_locals
             for frame, _ in traceback.walk_tb(error.__traceback__)

@@ -7,7 +7,6 @@ import sysconfig
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, cached_property, partial
-from pathlib import Path
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -19,7 +18,7 @@ from transformers.trainer_utils import unwrap_peft_model
 from trl import RichProgressCallback
 
 from ...step.fingerprint import HOOKS
-from ...step.running_code import KNOWN_PACKAGES, is_known
+from ...step.running_code import KNOWN_PACKAGES, is_known, place_of
 
 
 _OURS = "hf_tpu_ext"
@@ -97,12 +96,13 @@ def _is_known_code(value: Any) -> bool:
     return is_known(type(value).__module__) or type(value).__module__.partition(".")[0] in sys.stdlib_module_names
 
 
-def _line_of(value: Any) -> str:
-    """The file and line of the function that something stands for, in parentheses; nothing where it is not one of Python."""
-    function = next(_functions_in(value), None)
-    if function is None:
-        return ""
-    return f" ({Path(function.__code__.co_filename).name}, line {function.__code__.co_firstlineno})"
+def _find_own_hook(hooks: dict[Any, Any] | None, what: str) -> str | None:
+    """Name the first hook of the user's, which is `what`, with the place of its function, if that is one of Python."""
+    for hook in (hooks or {}).values():
+        if not _is_known_code(hook):
+            places = [place_of(function.__code__) for function in _functions_in(hook)]
+            return f"a user hook on {what}{f' ({places[0]})' if places else ''}"
+    return None
 
 
 def _is_installed(function: FunctionType) -> bool:
@@ -306,8 +306,8 @@ def _in_models(models: Sequence[nn.Module]) -> str | None:
                 return f"{place} is a {type(module).__name__}, a custom module"
             for attribute, value in vars(module).items():
                 if attribute in HOOKS:
-                    if hooks := [hook for hook in value.values() if not _is_known_code(hook)]:
-                        return f"a user hook on {place}{_line_of(hooks[0])}"
+                    if (found := _find_own_hook(value, place)) is not None:
+                        return found
                 elif callable(value) and not isinstance(value, nn.Module) and not _is_known_code(value):
                     return f"{attribute} of {place} is user code"
     return None
@@ -315,13 +315,13 @@ def _in_models(models: Sequence[nn.Module]) -> str | None:
 
 def _in_hooks(models: Sequence[nn.Module]) -> str | None:
     for name, hooks in HOOKS_OF_ALL_MODULES.items():
-        if not all(map(_is_known_code, hooks.values())):
-            return f"a user hook on all modules or optimizers ({name})"
+        if (found := _find_own_hook(hooks, f"all modules or optimizers, in {name}")) is not None:
+            return found
     for model in models:
         for name, parameter in model.named_parameters():
             for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
-                if users := [hook for hook in (hooks or {}).values() if not _is_known_code(hook)]:
-                    return f"a user hook on the parameter {name}{_line_of(users[0])}"
+                if (found := _find_own_hook(hooks, f"the parameter {name}")) is not None:
+                    return found
     return None
 
 
@@ -332,8 +332,8 @@ def _in_optimizer(optimizer: torch.optim.Optimizer | None) -> str | None:
     if isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
-        if not all(map(_is_known_code, hooks.values())):
-            return "a user hook on the optimizer"
+        if (found := _find_own_hook(hooks, "the optimizer")) is not None:
+            return found
     if not all(map(_is_known_code, (value for value in vars(optimizer).values() if callable(value)))):
         return "a method of the optimizer is patched by user code"
     return None

@@ -100,8 +100,8 @@ class TPUSFTTrainer(DistillationMixin, QuantizationMixin, TPUTrainerMixin, SFTTr
                 # Without a column that upstream keeps, no row is left to go on from.
                 return whole
             prepared = prepare(whole, processing_class, args, packing, None, dataset_name)
-        own_columns = trained_columns(dataset.column_names, read_row(dataset), args.dataset_text_field)
-        with_answers = {"completion", "messages", "conversations"} & {*own_columns} if columns else ()
+        own_columns = columns and trained_columns(dataset.column_names, read_row(dataset), args.dataset_text_field)
+        with_answers = {"completion", "messages", "conversations"} & {*own_columns}
         of_answers = describe_answers(dataset, dataset_name, with_answers)
         self.tell_of_rows(of_answers + describe_lost(whole, prepared, dataset_name, args, packing))
         return prepared
