@@ -68,13 +68,13 @@ class Call(NamedTuple):
 
     data: Mapping[Hashable, Any]
     tensors: list[torch.Tensor]
-    run: Callable[..., Any]
+    end: Callable[..., Any]
     static_args: dict[str, Any]
 
 
 class CompiledFunction(ABC):
     """
-    A function of a state and of data, which runs as a compiled program: `compiled(data, run, **static_args)`.
+    A function of a state and of data, which runs as a compiled program: `compiled(data, end, **static_args)`.
 
     The state, which is declared, is written in place, and its buffers are given to the program. `data` is a dict, whose tensors are
     on the device and differ from call to call; what else is in it, and `static_args`, is part of the program. The function is called as
@@ -122,16 +122,16 @@ class CompiledFunction(ABC):
         self._fingerprint, self._copies, self._draws_on_host, self._warn = fingerprint, copies, draws_on_host, warn
         self._programs: dict[Hashable, Any] = {}
         self._changes = 0
-        # Whether what programs depend on is compared at the next call, and at those after it.
-        self._compares = self._compares_again = True
+        # Whether nothing changes between calls, and whether one of them has compared what programs depend on.
+        self._is_unchanged = self._is_compared = False
         fingerprint.note()
 
-    def __call__(self, data: Mapping[Hashable, Any], run: Callable[..., Any], **static_args: Hashable) -> Any:
+    def __call__(self, data: Mapping[Hashable, Any], end: Callable[..., Any], **static_args: Hashable) -> Any:
         """
         Call the function, or run its program.
 
-        The argument `run` is of who watches programs: it is called for each program, as `run(run=execute)`, executes it by
-        `execute()`, and counts and times it. With `None` it is told that all operators have run one by one.
+        Whoever watches programs gives `end`, which is called for each that is traced, as `end(execute=execute)`: it calls `execute()`,
+        which compiles and runs the program, and counts and times that. `None` says that all operators have run one by one.
         """
         self._backend.flush()
         self.replays = False
@@ -141,11 +141,11 @@ class CompiledFunction(ABC):
             tensors = [leaf for leaf in tree_leaves(dict(data)) if isinstance(leaf, torch.Tensor)]
             key = (*static_args.items(), *describe_batch(data).items())
             try:
-                return self._run_program(key, self._state(), Call(data, tensors, run, static_args))
+                return self._run_program(key, self._state(), Call(data, tensors, end, static_args))
             except CannotReplay as error:
                 self.refuse(str(error))
         results = self._function(data, **static_args)
-        run(run=None if self._backend.compiles_operators else self._backend.end_step)
+        end(execute=None if self._backend.compiles_operators else self._backend.end_step)
         return results
 
     @abstractmethod
@@ -158,11 +158,11 @@ class CompiledFunction(ABC):
     @contextmanager
     def assume_unchanged(self) -> Iterator[None]:
         """Context of calls between which nothing changes that programs depend on: it is compared at the first of them."""
-        self._compares_again = False
+        self._is_unchanged, self._is_compared = True, False
         try:
             yield
         finally:
-            self._compares = self._compares_again = True
+            self._is_unchanged = False
 
     def refuse(self, reason: str) -> None:
         """Trace each call from now on, and say why: `reason` is a clause."""
@@ -182,9 +182,9 @@ class CompiledFunction(ABC):
 
     def _follow(self) -> None:
         """Forget all programs where something has changed that they depend on."""
-        if not self._compares:
+        if self._is_unchanged and self._is_compared:
             return
-        self._compares = self._compares_again
+        self._is_compared = True
         change = self._agree("the beginning of a step", self._fingerprint.change())
         if change is None:
             return
@@ -203,9 +203,9 @@ class CompiledFunction(ABC):
         self._fingerprint.note()
 
 
-def run_alone(*args: Any, run: Callable[[], Any] | None = None) -> Any:
-    """What is given for `run` where nobody watches programs."""
-    return None if run is None else run()
+def end_unwatched(*args: Any, execute: Callable[[], Any] | None = None) -> Any:
+    """What is given for `end` where nobody watches programs."""
+    return None if execute is None else execute()
 
 
 class RealCopies(AbstractContextManager):

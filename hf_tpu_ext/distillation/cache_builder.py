@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..backends.base import Backend
-from ..backends.compiled_function import CompiledFunction, run_alone
+from ..backends.compiled_function import CompiledFunction, end_unwatched
 from ..backends.processes import ALONE, Processes
 from ..data.static_shapes import pad_rows
 from ..layers.attention import static_masks
@@ -131,7 +131,7 @@ class TeacherRun:
         shape = batch["input_ids"].shape
         inputs = self.backend.send_rows(batch, shape[0])
         if self.backend.static_shapes:
-            rows = self._compiled(inputs, run_alone, top_k=top_k, temperatures=temperatures)
+            rows = self._compiled(inputs, end_unwatched, top_k=top_k, temperatures=temperatures)
         else:
             rows = self._compute(inputs, top_k, temperatures)
         return TeacherRows(*(tensor.reshape(*shape, -1) for tensor in self.backend.fetch(tuple(rows))))

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from transformers.trainer_utils import unwrap_peft_model
 
 from ..backends.base import Backend
-from ..backends.compiled_function import CompiledFunction, run_alone
+from ..backends.compiled_function import CompiledFunction, end_unwatched
 from ..errors import UserError
 from ..layers.attention import static_masks
 from ..layers.static_cache import StaticKeyValueCache, pad_positions
@@ -61,9 +61,9 @@ class Generator:
             What is generated. It needs `max_new_tokens`, and a `pad_token_id` or an `eos_token_id`. As in `generate`, the model's
             own settings stand in for those that are left out.
         prompt_lengths (`Sequence[int]`): Declared lengths of prompts.
-        run (`Callable`, *optional*):
-            Runs what was traced, called with the name of the program, the shape of its tokens and `run=`, which does so. By
-            default that is called.
+        end_program (`Callable`, *optional*):
+            Runs what was traced, called with the name of the program, the shape of its tokens and `execute=`, which does so.
+            By default that is called.
         compile (`Callable`, *optional*):
             Makes the [`CompiledFunction`] of a function and of what lists the tensors that it reads and writes besides the model,
             always in the same order. By default it depends on the model alone.
@@ -78,7 +78,7 @@ class Generator:
         backend: Backend,
         config: GenerationConfig,
         prompt_lengths: Sequence[int],
-        run: Callable[..., Any] | None = None,
+        end_program: Callable[..., Any] | None = None,
         compile: Callable[[Callable, Callable[[], list[Tensor]]], CompiledFunction] | None = None,
     ):
         self._model, self._backend = model, backend
@@ -102,7 +102,7 @@ class Generator:
         settings = {"logits_to_keep": 1, "output_router_logits": False}
         self._settings = {name: value for name, value in settings.items() if name in takes}
         self._cache_argument = cache_argument(plain)
-        self._run = run or run_alone
+        self._end_program = end_program or end_unwatched
         self._state: list[Tensor] = []
         self._compile = compile or partial(compile_alone, backend, model)
         self._compiled: CompiledFunction | None = None
@@ -196,15 +196,15 @@ class Generator:
         with self._compiled.assume_unchanged():
             first_tokens, self._state = self._compiled(
                 {**prompts, "seed": seed, "copies": copies},
-                partial(self._run, PREFILL, tuple(ids.shape)),
+                partial(self._end_program, PREFILL, tuple(ids.shape)),
                 name=PREFILL,
             )
             if self._new_tokens == 1:
                 return first_tokens
-            run = partial(self._run, DECODE, (rows, self._new_tokens))
+            end_program = partial(self._end_program, DECODE, (rows, self._new_tokens))
             if self._backend.loops.in_programs:
-                return first_tokens + self._compiled({"seed": seed, "rows": rows}, run, name=DECODE)
-            return first_tokens + self._decode_one_by_one(seed, rows, run)
+                return first_tokens + self._compiled({"seed": seed, "rows": rows}, end_program, name=DECODE)
+            return first_tokens + self._decode_one_by_one(seed, rows, end_program)
 
     def _run_program(self, data: dict[str, Any], name: str) -> Any:
         """What is compiled."""
@@ -274,7 +274,7 @@ class Generator:
                     carry = (*carry[:2], pad_positions(carry[2], length, lengths[len(results)]))
         return [torch.cat(each) for each in zip(*results, strict=True)]
 
-    def _decode_one_by_one(self, seed: Tensor, rows: int, run: Callable) -> list[Tensor]:
+    def _decode_one_by_one(self, seed: Tensor, rows: int, end_program: Callable) -> list[Tensor]:
         """Do what [`~Generator._decode`] does by a program for a token, in a loop of the host."""
         iterations = self._new_tokens - 1
         # Zeros stay where an iteration does not run, since all rows have ended.
@@ -288,7 +288,7 @@ class Generator:
             if iteration and iteration % _TOKENS_BETWEEN_READS == 0 and self._backend.fetch(all_ended):
                 break
             data = {"seed": seed, "number": number, "rows": rows, **results}
-            all_ended, number, results = self._compiled(data, run, name=DECODE)
+            all_ended, number, results = self._compiled(data, end_program, name=DECODE)
         return list(results.values())
 
     def _decode_next(

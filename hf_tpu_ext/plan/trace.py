@@ -184,15 +184,15 @@ class TracingMixin(EveryLengthMixin):
         self,
         kind: str,
         where: str,
-        run: Callable[[], Any] | None = None,
+        execute: Callable[[], Any] | None = None,
         shape: tuple[int, ...] | None = None,
         settle: bool = False,
     ) -> Any:
         is_step = kind in (OPTIMIZER_STEP, MICRO_STEP)
-        if is_step and (run is None and kind == OPTIMIZER_STEP or self.steps.compiled is None):
+        if is_step and (execute is None and kind == OPTIMIZER_STEP or self.steps.compiled is None):
             raise UserError("This recipe cannot be planned: its steps are not replayed, for the reason above.")
         roles = self._roles()
-        module = self.backend.end_module() if run is None else run()
+        module = self.backend.end_module() if execute is None else execute()
         shape = self.batch_shape if shape is None else shape
         key = (kind, shape)
         if key not in self._traced_programs:

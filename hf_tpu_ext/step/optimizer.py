@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..backends.base import Backend
-from ..backends.compiled_function import CompiledFunction, run_alone
+from ..backends.compiled_function import CompiledFunction, end_unwatched
 from ..errors import UserError
 from .ema import WeightAverage
 from .fingerprint import Fingerprint
@@ -236,7 +236,7 @@ class LazyAdamW(torch.optim.AdamW):
                 lambda data, **_: self.update(data["numbers"]), self._tensors, Fingerprint(trusts_code=True), None
             )
         used = tuple(parameter.grad is not None for parameter in self._parameters())
-        self._program({"numbers": numbers}, run_alone, used=used, key=self.program_key)
+        self._program({"numbers": numbers}, end_unwatched, used=used, key=self.program_key)
 
     def _tensors(self) -> list[torch.Tensor]:
         """What an update reads and writes."""

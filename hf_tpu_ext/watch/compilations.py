@@ -172,32 +172,37 @@ class ProgramWatch:
         return list(dict.fromkeys((kind, shape) for kind, shape, _ in self._histories))
 
     def end(
-        self, kind: str, shape: tuple[int, ...], where: str, run: Callable[[], Any] | None = None, settle: bool = False
+        self,
+        kind: str,
+        shape: tuple[int, ...],
+        where: str,
+        execute: Callable[[], Any] | None = None,
+        settle: bool = False,
     ) -> Any:
         """
         End the program recorded so far, which does e.g. a `"training step"` for a batch of a shape, at a place in the
-        run, e.g. `"step 12"`. Returns what `run` does, which compiles and starts it, by default [`Backend.end_step`].
+        run, e.g. `"step 12"`. Returns what `execute` does, which compiles and starts it, by default [`Backend.end_step`].
         Raises [`TooManyRecompiles`] where it was compiled again, and that too often.
 
         Where operators are programs, what was compiled is counted at the first of a kind and shape, and when it is to
         `settle`, since the device is waited for.
         """
-        run = self._backend.end_step if run is None else run
+        execute = self._backend.end_step if execute is None else execute
         # A step that is traced from now on is another program than one that could be replayed.
-        history = self._histories.setdefault((kind, shape, run == self._backend.end_step), _ProgramHistory())
-        if run == self._backend.end_step and self._backend.compiles_operators:
+        history = self._histories.setdefault((kind, shape, execute == self._backend.end_step), _ProgramHistory())
+        if execute == self._backend.end_step and self._backend.compiles_operators:
             if history.runs and not settle:
                 return None
-            run, self._is_settled = self._backend.wait, True
+            execute, self._is_settled = self._backend.wait, True
         else:
             self.note_others()
-        operations = self._list_operations(history, is_recorded=run != self._backend.end_step)
+        operations = self._list_operations(history, is_recorded=execute != self._backend.end_step)
         with self._backend.insight.own_reads():
             if history.runs:
-                program = run()
+                program = execute()
             else:
                 with self._compiling(f"{kind} {format_size(shape)}"):
-                    program = run()
+                    program = execute()
         cut, self._cut = self._cut, None
         history.runs += 1
         is_compiled = self._backend.compiles() > self._compiles

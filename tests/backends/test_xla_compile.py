@@ -51,7 +51,7 @@ class Calls:
 
     def __call__(self, number, **fixed):
         number = number if isinstance(number, torch.Tensor) else torch.full((3,), float(number))
-        return self.compiled({"number": self.backend.send(number)}, lambda run: run(), **fixed)
+        return self.compiled({"number": self.backend.send(number)}, lambda execute: execute(), **fixed)
 
 
 def accumulate(total, number):

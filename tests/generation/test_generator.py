@@ -192,9 +192,9 @@ def test_log_probs_are_those_of_a_forward_pass(qwen):
 def test_copies_of_a_prompt_are_read_once(qwen):
     shapes = []
 
-    def run(name, shape, run):
+    def run(name, shape, execute):
         shapes.append((name, shape))
-        return run()
+        return execute()
 
     config = GenerationConfig(max_new_tokens=8, do_sample=True, repetition_penalty=1.3)
     generator = Generator(qwen.model, qwen.backend, config, [16], run)

@@ -43,7 +43,7 @@ class TorchTPUCompiledFunction(CompiledFunction):
 
     def _run_program(self, key: Hashable, state: list[Tensor], call: Call) -> Any:
         if key not in self._programs:
-            return call.run(run=partial(self._run_first, key, call))
+            return call.end(execute=partial(self._run_first, key, call))
         results = self._programs[key](state, call.tensors)
         self.replays = True
         self._backend.replays += 1

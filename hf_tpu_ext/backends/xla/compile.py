@@ -336,14 +336,14 @@ class XLACompiledFunction(CompiledFunction):
         try:
             if (reason := self._agree("the end of a trace", reason)) is not None:
                 raise CannotReplay(reason)
-            call.run(run=partial(self._run_first, key, earlier, graph, state, call.tensors))
+            call.end(execute=partial(self._run_first, key, earlier, graph, state, call.tensors))
         except StateLost:
             # Nothing that is still to be computed may hold on to buffers that are gone: the next program would fail.
             trace.drop(graph)
             raise
         except CannotReplay as error:
             self.refuse(str(error))
-            call.run(run=self._backend.end_step)
+            call.end(execute=self._backend.end_step)
         return output
 
     def _without_base(self, tensor: torch.Tensor) -> torch.Tensor:

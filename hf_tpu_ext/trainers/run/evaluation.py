@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -38,6 +38,20 @@ _BATCHES = "the batches of evaluations"
 MOST_BYTES_HELD = 256 * 2**20
 
 
+class Prediction(NamedTuple):
+    """What upstream predicts of a batch, and how much of it counts."""
+
+    #: Loss, logits and labels, on the device.
+    result: Any
+    #: How often the loss counts.
+    times_counted: int
+    #: Rows of the batch, and those that were computed.
+    rows: int
+    computed_rows: int
+    #: As [`find_columns`] finds them.
+    columns: dict[str, tuple[int, int]]
+
+
 class CompiledEvaluation:
     """
     The part of [`TPUTrainerMixin`] that evaluates and predicts.
@@ -62,7 +76,7 @@ class CompiledEvaluation:
     _loss_sums: DeviceSums | None = None
     #: What makes the results of the batch under way, and the numbers that it has on the device besides its own.
     _trace_batch: Callable | None = None
-    numbers_of_batch: dict[str, torch.Tensor] | None = None
+    evaluation_numbers: dict[str, torch.Tensor] | None = None
 
     # ---- A batch, as a program ----
 
@@ -99,7 +113,7 @@ class CompiledEvaluation:
         """What is compiled."""
         numbers = dict(data["numbers"])
         seed, of_evaluation = numbers.pop("seed"), numbers.pop("of_evaluation")
-        with RandomNumbers(seed), temporarily(self, numbers_of_batch=of_evaluation):
+        with RandomNumbers(seed), temporarily(self, evaluation_numbers=of_evaluation):
             return self._trace_batch(SentBatch(data["batch"]), **numbers)
 
     def _compile_batches(self) -> CompiledFunction:
@@ -152,11 +166,7 @@ class CompiledEvaluation:
             return result
         return self._read_predictions([self._predict(model, inputs, ignore_keys, **kwargs)])[0][1]
 
-    def _predict(self, model, inputs, ignore_keys, **kwargs) -> tuple[Any, int, int, int, dict]:
-        """
-        What upstream predicts of a batch, on the device; how often its loss counts, its rows, the rows that were computed, and
-        the columns of its keys.
-        """
+    def _predict(self, model, inputs, ignore_keys, **kwargs) -> Prediction:
         trace = partial(self._trace_prediction, model, **kwargs)
         kind = _WITHOUT_LABELS if self.lacks_labels(inputs) else PREDICTION_STEP
         result = self._compute_batch(kind, inputs, trace, ignore_keys=ignore_keys)
@@ -164,7 +174,7 @@ class CompiledEvaluation:
         if self.predicted_text is not None:
             token_ids = write_predictions(self.predicted_text, inputs, self.args)
             result, columns = (result[0], token_ids, as_collated(inputs)["labels"]), {}
-        return result, self._times_counted(inputs), find_batch_size(inputs), computed_rows, columns
+        return Prediction(result, self._times_counted(inputs), find_batch_size(inputs), computed_rows, columns)
 
     def _trace_prediction(self, model, inputs, ignore_keys, **kwargs) -> tuple[Any, Any, Any]:
         with self.copies.not_made(), self._loss_in_prediction(inputs):
@@ -186,14 +196,15 @@ class CompiledEvaluation:
             finally:
                 self.forget_batch()
 
-    def _read_predictions(self, predictions: list[tuple[Any, int, int, int, dict]]) -> list[tuple[int, tuple]]:
+    def _read_predictions(self, predictions: list[Prediction]) -> list[tuple[int, tuple]]:
         # What upstream would concatenate on the device, a program per number of batches, is put together on the host.
         # There the rows and columns that completed a batch are cut off.
-        results, read = self.backend.fetch([result for result, *_ in predictions]), []
+        results, read = self.backend.fetch([prediction.result for prediction in predictions]), []
         are_text = bool(vars(self.args).get("predict_with_generate"))
-        for result, (_, times, rows, computed_rows, columns) in zip(results, predictions, strict=True):
-            loss, logits, labels = (_first_rows(value, rows, computed_rows) for value in result)
-            read.append((times, (loss, *without_added(logits, labels, columns, self.label_names, are_text))))
+        for result, of_batch in zip(results, predictions, strict=True):
+            loss, logits, labels = (_first_rows(value, of_batch.rows, of_batch.computed_rows) for value in result)
+            on_host = loss, *without_added(logits, labels, of_batch.columns, self.label_names, are_text)
+            read.append((of_batch.times_counted, on_host))
         return read
 
     def predict(self, test_dataset, ignore_keys=None, metric_key_prefix="test", **kwargs):
@@ -332,12 +343,12 @@ class _PredictedAhead:
 
     def __iter__(self) -> Iterator[Any]:
         batches: list[Any] = []
-        predictions: list[tuple[Any, int, int, int, dict]] = []
+        predictions: list[Prediction] = []
         held_bytes = 0
         for batch in self._dataloader:
             batches.append(batch)
             predictions.append(self._predict(inputs=batch))
-            leaves = tree_leaves((batch, predictions[-1]))
+            leaves = tree_leaves((batch, predictions[-1].result))
             held_bytes += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
             if len(batches) == self._most or (self._most is None and held_bytes >= MOST_BYTES_HELD):
                 self._results.extend(self._read(predictions))

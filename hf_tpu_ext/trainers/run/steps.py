@@ -95,7 +95,9 @@ class StepsMixin:
         return self.step_data() if steps else {}
 
     def _numbers_of_evaluation(self) -> dict[str, torch.Tensor]:
-        return self.backend.send(self.evaluation_data()) if self.numbers_of_batch is None else self.numbers_of_batch
+        return (
+            self.backend.send(self.evaluation_data()) if self.evaluation_numbers is None else self.evaluation_numbers
+        )
 
     def numbers_of_loss(self) -> dict[str, torch.Tensor]:
         """Where a loss is computed, on any device: what `step_data` lists, in an evaluation what `evaluation_data` does."""

@@ -75,7 +75,7 @@ class TextGeneration:
         with trainer.models_as_run(), trainer.autocast(), trainer.chips.tokens_stay_on_chips():
             if key not in generators:
                 generators[key] = Generator(
-                    self._model, self._backend, self._config, lengths, self._run, self._compile
+                    self._model, self._backend, self._config, lengths, self._end, self._compile
                 )
             self.generator = generators[key]
             with trainer.copies.not_made():
@@ -102,8 +102,8 @@ class TextGeneration:
         ends = find_ends(unwrap_peft_model(model)._prepare_generation_config(config)[0])
         return Generated([row[: count_until_end(row, ends)] for row in completions.tolist()], [])
 
-    def _run(self, name: str, shape: tuple[int, int], run: Callable[[], Any] | None = None) -> Any:
-        return self._programs.end(name, f"{name} after step {self._programs.steps_done}", run=run, shape=shape)
+    def _end(self, name: str, shape: tuple[int, int], execute: Callable[[], Any] | None = None) -> Any:
+        return self._programs.end(name, f"{name} after step {self._programs.steps_done}", execute=execute, shape=shape)
 
     def _compile(self, function: Callable, state: Callable[[], list[torch.Tensor]]) -> CompiledFunction:
         compiled = self._programs.compile(function, [self._model], _METHODS, state)

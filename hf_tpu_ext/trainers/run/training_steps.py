@@ -168,13 +168,13 @@ class TrainingSteps(TrainerCallback):
             self.gradients.show()
         return torch.zeros(())
 
-    def _end_program(self, sync_gradients: bool, run: Callable[[], Any] | None) -> Any:
+    def _end_program(self, sync_gradients: bool, execute: Callable[[], Any] | None) -> Any:
         kind = OPTIMIZER_STEP if sync_gradients else MICRO_STEP
-        if run is None:
+        if execute is None:
             # All operators have run, each by its own program. What they have compiled is counted when the step has ended.
             self._under_way = kind
             return None
-        return self._programs.end(kind, f"step {self._programs.steps_done + 1}", run=run)
+        return self._programs.end(kind, f"step {self._programs.steps_done + 1}", execute=execute)
 
     def _train_step(self, data: dict[str, dict[Any, Any]], sync_gradients: bool) -> dict[str, torch.Tensor]:
         """The function that is compiled: one micro-step."""

@@ -67,17 +67,17 @@ class WatchMixin:
         self,
         kind: str,
         where: str,
-        run: Callable[[], Any] | None = None,
+        execute: Callable[[], Any] | None = None,
         shape: tuple[int, ...] | None = None,
         settle: bool = False,
     ) -> Any:
         """
         End the program recorded so far, and note what it depends on if it is compiled. Messages name what it does and
-        its place in the run. `run`, by default [`Backend.end_step`], compiles and starts it; what it gives is
+        its place in the run. `execute`, by default [`Backend.end_step`], compiles and starts it; what it gives is
         returned. `shape` is that of its tokens, by default that of the batch under way; `settle` is as in
         [`ProgramWatch.end`].
         """
-        return self.watch.end(kind, self.batch_shape if shape is None else shape, where, run, settle)
+        return self.watch.end(kind, self.batch_shape if shape is None else shape, where, execute, settle)
 
     def note_optimizer(self) -> None:
         """Note the optimizer as the step under way has it."""
