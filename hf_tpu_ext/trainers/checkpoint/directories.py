@@ -29,8 +29,7 @@ _ASIDE = "_earlier"
 
 def checkpoints_by_step(run_dir: str | Path) -> dict[int, Path]:
     """List the checkpoint directories of a run by the number in their name, ascending."""
-    directories = {int(path.name.rpartition("-")[2]): path for path in _named_as_checkpoints(run_dir) if path.is_dir()}
-    return dict(sorted(directories.items()))
+    return {step: path for step, path in _named_as_checkpoints(run_dir).items() if path.is_dir()}
 
 
 def newest_checkpoint(run_dir: str | Path) -> str | None:
@@ -38,9 +37,11 @@ def newest_checkpoint(run_dir: str | Path) -> str | None:
     return next((str(path) for path in reversed(checkpoints_by_step(run_dir).values())), None)
 
 
-def _named_as_checkpoints(run_dir: str | Path) -> list[Path]:
-    paths = Path(run_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-    return [path for path in paths if re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", path.name)]
+def _named_as_checkpoints(run_dir: str | Path, before: str = "") -> dict[int, Path]:
+    """What has the name of a checkpoint, behind some letters perhaps, by its number, ascending."""
+    name = before + PREFIX_CHECKPOINT_DIR
+    paths = [path for path in Path(run_dir).glob(f"{name}-*") if re.fullmatch(rf"{name}-\d+", path.name)]
+    return dict(sorted((int(path.name.rpartition("-")[2]), path) for path in paths))
 
 
 def _exports(run_dir: Path) -> list[Path]:
@@ -64,8 +65,8 @@ def temporary_dir(checkpoint: Path) -> Path:
 
 def remove_leftovers(run_dir: str | Path) -> None:
     """Remove what a process left when it was killed while it wrote or deleted a checkpoint."""
-    for path in Path(run_dir).glob(f"{_TEMPORARY}{PREFIX_CHECKPOINT_DIR}-*"):
-        if re.fullmatch(rf"{_TEMPORARY}{PREFIX_CHECKPOINT_DIR}-\d+", path.name) and path.is_dir():
+    for path in _named_as_checkpoints(run_dir, _TEMPORARY).values():
+        if path.is_dir():
             remove_temporary(path, path.with_name(path.name.removeprefix(_TEMPORARY)))
 
 
@@ -90,12 +91,12 @@ def set_aside(
     """
     run_dir = Path(run_dir)
     # Whatever has such a name would be replaced: a file or a broken link, too.
-    directories = {int(path.name.rpartition("-")[2]): path for path in _named_as_checkpoints(run_dir)}
+    directories = _named_as_checkpoints(run_dir)
     last = -1
     if resumed_from is not None:
         # Links are followed: a checkpoint may be on another disk.
         last = next((step for step, path in directories.items() if path.exists() and path.samefile(resumed_from)), -1)
-    others = [path for step, path in sorted(directories.items()) if step > last]
+    others = [path for step, path in directories.items() if step > last]
     names = [path.name for path in others]
     record = [run_dir / name for name in RUN_FILES if (run_dir / name).exists()]
     stay = {Path(name).resolve() for name in models_of_run}

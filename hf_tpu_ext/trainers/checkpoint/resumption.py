@@ -134,13 +134,13 @@ class ResumptionMixin:
         if checkpoint is not None:
             check_kind(checkpoint, self.model)
         self._resumed_from = self.averaging.resumed_from = checkpoint
+        self._resumed_state = state = {} if checkpoint is None else read_run_state(checkpoint)
         # The last checkpoint of this run: its step, and whether an evaluation was due.
         self._last_save, self._evaluation_due = None, False
         self._names_of_base = find_frozen(self.model)
         # The step after which an evaluation was made up for, and the random state after that.
         self._made_up_at = self._random_state = None
         if checkpoint is not None:
-            state = read_run_state(checkpoint)
             evaluates = self.args.eval_strategy != IntervalStrategy.NO
             self._evaluation_due = evaluates and state.get("evaluation_due", False)
             rows = self.args.per_device_train_batch_size
@@ -161,7 +161,7 @@ class ResumptionMixin:
     def _init_training_state(self, *args, **kwargs) -> tuple[int, int]:
         # Upstream compares the rows of a device with those that were taken at once when the checkpoint was written, and warns where
         # they differ. The global batch size of a checkpoint of this package has been compared already.
-        if self._resumed_from is not None and "rows_per_step" in read_run_state(self._resumed_from):
+        if "rows_per_step" in self._resumed_state:
             path = Path(self._resumed_from) / TRAINER_STATE_NAME
             rows = TrainerState.load_from_json(path).train_batch_size // max(1, self.args.n_gpu)
             as_compared = temporarily(self.args, per_device_train_batch_size=rows)
@@ -299,7 +299,7 @@ class ResumptionMixin:
         self._load_rng_state(self._resumed_from)
         if self._evaluation_due:
             self._make_up_for_evaluation()
-        return read_run_state(self._resumed_from).get("epoch_rng_state") if self.state.epoch % 1 else None
+        return self._resumed_state.get("epoch_rng_state") if self.state.epoch % 1 else None
 
     def _make_up_for_evaluation(self) -> None:
         """Evaluate now what was due when the run was stopped."""

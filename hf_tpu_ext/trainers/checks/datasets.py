@@ -12,7 +12,7 @@ from trl import SFTConfig
 
 from ...errors import UserError
 from ...vision.collator import IMAGE_COLUMNS
-from .messages import keys_of, read_column, read_row
+from .messages import first_row, keys_of, read_column
 from .rows import refusal_of_rows, unusual_rows
 
 
@@ -27,34 +27,36 @@ def named_datasets(owner: Mapping[str, Any]) -> dict[str, Any]:
     The datasets among the arguments or attributes of a trainer, by what to call them in a message: `"train_dataset"`,
     `"eval_dataset['short']"`.
     """
-    eval_datasets = {"eval_dataset": owner.get("eval_dataset")}
-    if isinstance(eval_datasets["eval_dataset"], dict):
-        eval_datasets = {f"eval_dataset[{key!r}]": dataset for key, dataset in owner["eval_dataset"].items()}
-    return {"train_dataset": owner.get("train_dataset"), **eval_datasets}
+    rows = owner.get("eval_dataset")
+    eval_datasets = {f"[{key!r}]": dataset for key, dataset in rows.items()} if isinstance(rows, dict) else {"": rows}
+    named = {"train_dataset": owner.get("train_dataset")}
+    named |= {f"eval_dataset{key}": dataset for key, dataset in eval_datasets.items()}
+    return {name: dataset for name, dataset in named.items() if dataset is not None}
+
+
+def known_columns(dataset) -> list[str]:
+    """The columns of a dataset; none where they are not known, as of some streams, and of types other than those of `datasets`."""
+    has_columns = isinstance(dataset, (datasets.Dataset, datasets.IterableDataset))
+    return (dataset.column_names or []) if has_columns else []
 
 
 def has_images(dataset) -> bool:
     """Whether a dataset has a column of images."""
-    has_columns = isinstance(dataset, (datasets.Dataset, datasets.IterableDataset))
-    columns = (dataset.column_names or next(iter(dataset), {})) if has_columns else ()
+    is_stream = isinstance(dataset, datasets.IterableDataset)
+    columns = known_columns(dataset) or (next(iter(dataset), {}) if is_stream else ())
     return not set(IMAGE_COLUMNS).isdisjoint(columns)
 
 
-def check_has_rows(dataset, name: str) -> list[str]:
+def check_has_rows(dataset, name: str) -> dict[str, Any]:
     """
-    Check that a dataset has rows (`ValueError`). Of a stream, the first row is read. Returns its columns; none for a
-    dataset of another type, which is left to upstream. Messages call it `name`, see [`named_datasets`].
+    Check that a dataset has rows (`ValueError`). Returns the first, see [`first_row`]; an empty one for a dataset of another type, which
+    is left to upstream. Messages call it `name`, see [`named_datasets`].
     """
-    if isinstance(dataset, datasets.Dataset):
-        columns, is_empty = dataset.column_names, len(dataset) == 0
-    elif isinstance(dataset, datasets.IterableDataset):
-        first = next(iter(dataset), None)
-        columns, is_empty = list(first or ()), first is None
-    else:
-        return []
-    if is_empty:
+    if not isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)):
+        return {}
+    if (first := first_row(dataset)) is None:
         raise UserError(f"{name} is empty: it has no rows. Check the split and the filters that made it.")
-    return columns
+    return first
 
 
 def check_keys(first: Mapping[str, Any], name: str, columns: Iterable[str]) -> None:
@@ -72,7 +74,7 @@ def check_keys(first: Mapping[str, Any], name: str, columns: Iterable[str]) -> N
             )
 
 
-def trained_columns(columns: Iterable[str], first: Mapping[str, Any], text_field: str) -> tuple[str, ...]:
+def trained_columns(first: Mapping[str, Any], text_field: str) -> tuple[str, ...]:
     """
     Of the columns of a dataset with a `first` row, those that supervised fine-tuning takes first; none if it takes none. It knows
     `conversations` by the keys `from` and `value` in the first row.
@@ -81,7 +83,7 @@ def trained_columns(columns: Iterable[str], first: Mapping[str, Any], text_field
     is_text = isinstance(conversations, str) and text_field == "conversations"
     # What is missing is told as such.
     is_read = is_text or not conversations or {"from", "value"} <= keys_of(conversations)
-    read = {column for column in columns if is_read or column != "conversations"}
+    read = {column for column in first if is_read or column != "conversations"}
     kinds = (("input_ids",), _PAIR, ("messages",), ("conversations",), (text_field,))
     return next((kind for kind in kinds if read >= {*kind}), ())
 
@@ -98,20 +100,19 @@ def check_rows_left(dataset, name: str, args: TrainingArguments) -> None:
 
 def check_dataset(dataset, name: str, args: SFTConfig, has_formatting_func: bool) -> None:
     """Check that a dataset has rows and the columns that supervised fine-tuning needs (`ValueError`)."""
-    columns = check_has_rows(dataset, name)
+    first = check_has_rows(dataset, name)
     skips_preparation = (args.dataset_kwargs or {}).get("skip_prepare_dataset", False)
-    if not columns or has_formatting_func or skips_preparation or set(IMAGE_COLUMNS) & set(columns):
+    if not first or has_formatting_func or skips_preparation or first.keys() & {*IMAGE_COLUMNS}:
         return
-    first = read_row(dataset)
-    own_columns = trained_columns(columns, first, args.dataset_text_field)
+    own_columns = trained_columns(first, args.dataset_text_field)
     if not own_columns:
         raise UserError(
-            f"{name} has no column to train on. It has {columns}; needed is the text column "
+            f"{name} has no column to train on. It has {[*first]}; needed is the text column "
             f"({args.dataset_text_field!r}) or {_NEEDED}. {_fix_of_columns(first, args.dataset_text_field)}"
         )
     check_keys(first, name, {*own_columns} - {"conversations"})
     if isinstance(dataset, datasets.Dataset):
-        problems = _rows_without_value(dataset, [*own_columns, *({"labels"} & {*columns})])
+        problems = _rows_without_value(dataset, [*own_columns, *({"labels"} & first.keys())])
         conversations = sorted({"messages", "conversations", *_PAIR} & {*own_columns})
         for column in conversations:
             problems |= _rows_of_mistyped_roles(dataset, column)
@@ -182,7 +183,7 @@ def _rows_of_mistyped_roles(dataset: datasets.Dataset, column: str) -> dict[int,
 
 
 def _rows_without_value(dataset: datasets.Dataset, columns: Iterable[str]) -> dict[int, tuple[str, str]]:
-    """The rows that lack what is trained on, which is in some columns."""
+    """The rows that lack a value of a column."""
     problems = {}
     for column in columns:
         # Counted in the whole table, without a look at its values: a selection of its rows may have none.
@@ -193,7 +194,7 @@ def _rows_without_value(dataset: datasets.Dataset, columns: Iterable[str]) -> di
             if _nulls(values.slice(row, 1)):
                 is_none = values[row].as_py() is None
                 what, keep = ("is None", "{} is not None") if is_none else ("has None in it", "None not in {}")
-                problems[row] = f"there is nothing to train on, {column!r} {what}", keep.format(f"row[{column!r}]")
+                problems[row] = f"{column!r} {what}", keep.format(f"row[{column!r}]")
     return problems
 
 
@@ -205,8 +206,7 @@ def _nulls(values: pa.ChunkedArray) -> int:
 
 def check_columns_are_text(dataset, name: str, trainer: str) -> None:
     """Check that the dataset of a `trainer` has no images (`ValueError`). Other types than those of `datasets` are left to upstream."""
-    columns = dataset.column_names if isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)) else None
-    images = sorted(set(IMAGE_COLUMNS) & set(columns or ()))
+    images = sorted(set(IMAGE_COLUMNS) & set(known_columns(dataset)))
     if images:
         raise UserError(
             f"{name} has a column {images[0]!r}, and {trainer} does not train on images on XLA; SFTTrainer, DPOTrainer and "

@@ -1,4 +1,4 @@
-"""Rows as they are read for checks: the first of a dataset, and messages as arrays, also those that `datasets` keeps as JSON."""
+"""Rows as they are read for checks: one by one, and messages as arrays, also those that `datasets` keeps as JSON."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,13 +14,18 @@ _CONTENT = "some content"
 _MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string(), "tool_calls": pa.bool_()}))
 
 
-def read_row(dataset, row: int = 0) -> dict[str, Any]:
-    """A row of a dataset, without pictures and sounds, which would have to be decoded. Of a stream it is the first one."""
-    if isinstance(dataset, datasets.IterableDataset):
-        return next(iter(dataset.with_format(None)))
+def read_row(dataset: datasets.Dataset, row: int) -> dict[str, Any]:
+    """A row of a dataset, without pictures and sounds, which would have to be decoded."""
     plain = (datasets.Value, datasets.List, datasets.Json)
     columns = [name for name, feature in dataset.features.items() if isinstance(feature, plain)]
     return dataset.with_format(None).select_columns(columns)[row] if columns else {}
+
+
+def first_row(dataset: datasets.Dataset | datasets.IterableDataset) -> dict[str, Any] | None:
+    """The first row of a dataset, by all columns, with `None` for what [`read_row`] leaves out; `None` where there are no rows."""
+    if isinstance(dataset, datasets.IterableDataset):
+        return next(iter(dataset.with_format(None)), None)
+    return dict.fromkeys(dataset.column_names) | read_row(dataset, 0) if len(dataset) else None
 
 
 def keys_of(value: Any) -> set[str]:

@@ -10,7 +10,6 @@ import datasets
 from ...errors import UserError
 from .datasets import check_has_rows, check_keys
 from .lost_rows import describe_answers, describe_cut, describe_left_out
-from .messages import read_row
 from .rows import TEXT_OR_MESSAGES, naming_rows, refusal_of_rows
 
 
@@ -26,22 +25,23 @@ def check_preferences(dataset, name: str, trainer: str) -> None:
     Raises:
         `ValueError`: Columns are missing, or a row has no completion, no label, or two completions that are the same.
     """
-    if not (columns := find_columns(dataset, name, trainer)):
+    if not (first := check_columns(dataset, name, trainer)):
         return
-    problems = {index: problem for index, row in enumerate(_rows(dataset, columns)) if (problem := _problem(row))}
+    rows = _rows(dataset, [*first]) if isinstance(dataset, datasets.Dataset) else [first]
+    problems = {index: problem for index, row in enumerate(rows) if (problem := _problem(row))}
     if problems:
         raise refusal_of_rows(dataset, name, problems)
 
 
-def find_columns(dataset, name: str, trainer: str) -> list[str]:
+def check_columns(dataset, name: str, trainer: str) -> dict[str, Any]:
     """
-    Name the columns that say what is preferred, the prompt first where there is one; none of data that is tokenized already, or has
-    images. The arguments, and what is raised where some are missing, are those of [`check_preferences`].
+    Return the first row of the columns that say what is preferred, the prompt first where there is one; nothing of data that is
+    tokenized already, or has images. The arguments, and what is raised where some are missing, are those of [`check_preferences`].
     """
-    columns = check_has_rows(dataset, name)
-    names = set(columns)
+    first = check_has_rows(dataset, name)
+    names = first.keys()
     if not names or {"chosen_ids", "chosen_input_ids", "completion_ids", "image", "images"} & names:
-        return []
+        return {}
     if isinstance(dataset, datasets.Dataset):
         for column in sorted({"prompt", "chosen", "rejected", "completion", "label"} & names):
             if dataset.data.column(column).null_count == dataset.data.num_rows:
@@ -49,11 +49,10 @@ def find_columns(dataset, name: str, trainer: str) -> list[str]:
                     f"No row of {name} has a value of {column!r}, as of a file without that column. Rename or add the column in the file of "
                     f"{name}."
                 )
-    check_keys(read_row(dataset), name, ("prompt", "chosen", "rejected", "completion"))
-    prompt = ["prompt"] if "prompt" in names else []
+    check_keys(first, name, ("prompt", "chosen", "rejected", "completion"))
     if {"chosen", "rejected"} <= names:
-        return [*prompt, "chosen", "rejected"]
-    has = f"{name} has the columns {columns}"
+        return {column: first[column] for column in ("prompt", "chosen", "rejected") if column in names}
+    has = f"{name} has the columns {[*first]}"
     if trainer == "KTOTrainer":
         columns_of_kto = ["prompt", "completion", "label"]
         if missing := [column for column in columns_of_kto if column not in names]:
@@ -62,7 +61,7 @@ def find_columns(dataset, name: str, trainer: str) -> list[str]:
                 f"{has}, and KTOTrainer needs {', '.join(map(repr, columns_of_kto))}: {', '.join(map(repr, missing))} is missing. "
                 f"{what if 'label' in missing else ''}Rename a column, or give pairs: {_PAIRS}."
             )
-        return [*prompt, "completion", "label"]
+        return {column: first[column] for column in columns_of_kto}
     if {"completion", "label"} <= names:
         raise UserError(
             f"{has}, which is unpaired preference data, and {trainer} needs pairs: {_PAIRS}. Train on it with KTOTrainer "
@@ -72,11 +71,7 @@ def find_columns(dataset, name: str, trainer: str) -> list[str]:
     raise UserError(f"{has}, and {trainer} needs {_PAIRS}: {missing} is missing. Rename a column, or add it.")
 
 
-def _rows(dataset, columns: list[str]) -> Iterator[dict[str, Any]]:
-    if isinstance(dataset, datasets.IterableDataset):
-        first = next(iter(dataset))
-        yield {column: first[column] for column in columns}
-        return
+def _rows(dataset: datasets.Dataset, columns: list[str]) -> Iterator[dict[str, Any]]:
     for batch in dataset.with_format(None).select_columns(columns).iter(batch_size=1000):
         for values in zip(*batch.values(), strict=True):
             yield dict(zip(batch, values, strict=True))

@@ -15,7 +15,7 @@ from trl.trainer.utils import get_config_model_id
 
 from ...errors import UserError
 from .datasets import check_columns_are_text, named_datasets
-from .preferences import check_preferences, find_columns
+from .preferences import check_columns, check_preferences
 
 
 # Trainers of TRL whose steps write text, so that they are no function of a batch.
@@ -117,7 +117,7 @@ def check_trainer(cls: type[Trainer], trainer_kwargs: Mapping[str, Any], compile
             check_preferences(dataset, name, upstream.__name__)
         elif takes_preferences and isinstance(dataset, Dataset):
             # Upstream looks for them when the model is loaded. Of a stream, that would read its first row.
-            find_columns(dataset, name, upstream.__name__)
+            check_columns(dataset, name, upstream.__name__)
     reference = trainer_kwargs.get("ref_model")
     if isinstance(reference, str) and takes_preferences:
         raise UserError(

@@ -11,7 +11,6 @@ from trl.trainer.utils import RepeatSampler
 from ...errors import UserError
 from ...formatting import count, kind_of_device, number_setting
 from ...temporarily import temporarily
-from ..checkpoint.resumption import read_run_state
 
 
 #: What is padded on the left, to the length of prompts. All else that has a value for each token is of the completion.
@@ -102,9 +101,9 @@ class RolloutCheckpoints:
         if checkpoint is not None and (Path(checkpoint) / _FILE).is_file():
             tensors = load_file(Path(checkpoint) / _FILE)
             step, rows, generation = (int(tensors.pop(name)) for name in (_STEP, _ROWS, _GENERATION))
-            state = read_run_state(checkpoint)
-            if state["num_workers"] != self.chips.batch_state()["num_workers"]:
-                self._keep_generation(generation, state["num_workers"])
+            num_workers = self._resumed_state["num_workers"]
+            if num_workers != self.chips.batch_state()["num_workers"]:
+                self._keep_generation(generation, num_workers)
             # As many rows as before, in steps of this run's.
             self._step = step * rows // self._rows_of_micro_step
             self._buffered_inputs = self._split_again(tensors)

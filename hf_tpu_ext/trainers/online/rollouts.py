@@ -14,7 +14,7 @@ from ...data.buckets import round_up_length, validate_buckets
 from ...errors import UserError
 from ...generation.sampling import check_generation_config
 from ...temporarily import temporarily
-from ..checks.datasets import named_datasets
+from ..checks.datasets import known_columns, named_datasets
 from ..checks.rows import naming_rows
 from ..checks.upstream import checkpointing_left_on, upstream_behind, upstream_of
 from ..run.lengths import declare_lengths
@@ -56,8 +56,7 @@ class RolloutMixin(RolloutCheckpoints):
                 "tokenizer: processing_class=processor.tokenizer."
             )
         for name, dataset in named_datasets(trainer_kwargs).items():
-            is_known = isinstance(dataset, (datasets.Dataset, datasets.IterableDataset))
-            columns = dataset.column_names if is_known else None
+            columns = known_columns(dataset)
             if columns and "prompt" not in columns:
                 raise UserError(
                     f"{name} has the columns {columns}, and {upstream} needs 'prompt': a text, or messages that end with the user's. "
@@ -72,7 +71,7 @@ class RolloutMixin(RolloutCheckpoints):
             for name, dataset in sets.items()
             if isinstance(dataset, datasets.Dataset)
         }
-        streams = [name for name, dataset in sets.items() if dataset is not None and name not in lengths]
+        streams = [name for name in sets if name not in lengths]
         if streams and most is None:
             raise UserError(
                 f"The lengths of the prompts of {streams[0]} are not known (a streaming dataset). Give the longest in tokens: "

@@ -85,8 +85,7 @@ class ImagesMixin:
         """
         args, base = self.args, find_base(self.model)
         datasets_by_name = named_datasets(vars(self))
-        all_datasets = [dataset for dataset in datasets_by_name.values() if dataset is not None]
-        if not all(isinstance(dataset, datasets.Dataset) for dataset in all_datasets):
+        if not all(isinstance(dataset, datasets.Dataset) for dataset in datasets_by_name.values()):
             raise UserError(
                 "max_length=None takes all rows whole, but the longest row of a stream is not known. Set it to its tokens, those of its "
                 f"images included: {self._config_name}(max_length=2048)."
@@ -95,7 +94,7 @@ class ImagesMixin:
             return
         measure = partial(_measure, self.data_collator, base.config.image_token_id)
         with naming_broken_images(datasets_by_name):
-            for dataset in all_datasets:
+            for dataset in datasets_by_name.values():
                 rows = DataLoader(dataset, 1, collate_fn=measure, num_workers=args.dataloader_num_workers)
                 token_counts = tqdm(
                     rows, "max_length=None: looking for the longest row", unit="row", disable=args.disable_tqdm
@@ -127,8 +126,7 @@ class ImagesMixin:
             )
         assert isinstance(collator, StaticShapeCollator)
         family = FAMILIES[base.config.model_type](base)
-        datasets_by_name = named_datasets(vars(self))
-        counts_of_datasets = [images_of_rows(dataset) for dataset in datasets_by_name.values() if dataset is not None]
+        counts_of_datasets = [images_of_rows(dataset) for dataset in named_datasets(vars(self)).values()]
         most = None if None in counts_of_datasets else max(most for _, most in counts_of_datasets)
         room, why = _find_room(family, processor, args, most, self.most_image_tokens)
         text_field = vars(args).get("dataset_text_field", "text")

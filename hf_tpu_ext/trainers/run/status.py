@@ -10,7 +10,7 @@ from platform import python_version
 from typing import Any
 
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from peft import PeftConfig, PeftModel
 from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
@@ -28,7 +28,7 @@ from ...formatting import count, dtype_name, format_bytes
 from ...layers.flops import step_flops
 from ...quantization.bitsandbytes import find_config
 from ...quantization.packed_linear import count_parameters, names_of_packed
-from ..checks.datasets import named_datasets
+from ..checks.datasets import known_columns, named_datasets
 from .lengths import share_of_tokens
 
 
@@ -184,8 +184,7 @@ class StatusMixin:
         lines += self._few_rows()
         facts = RunFacts(precision, self._train_batch_size, [], None, lines)
         rows = self.train_dataset
-        # The columns of a stream may not be known.
-        columns = (rows.column_names or []) if isinstance(rows, (Dataset, IterableDataset)) else []
+        columns = known_columns(rows)
         facts.pairs = any(name.startswith("rejected") for name in columns)
         if backend.static_shapes and self.lengths:
             facts.lengths = self.step_lengths

@@ -24,7 +24,7 @@ from ..checkpoint.saving import UPSTREAM_METRICS
 from ..checks.datasets import check_dataset, named_datasets, trained_columns
 from ..checks.families import why_not_packed
 from ..checks.lost_rows import describe_answers, describe_lost
-from ..checks.messages import read_row
+from ..checks.messages import first_row
 from ..checks.rows import TEXT_OR_MESSAGES, naming_rows
 from ..checks.upstream import upstream_names
 from ..configs import ExtensionArguments, TPUSFTConfig
@@ -100,7 +100,7 @@ class TPUSFTTrainer(DistillationMixin, QuantizationMixin, TPUTrainerMixin, SFTTr
                 # Without a column that upstream keeps, no row is left to go on from.
                 return whole
             prepared = prepare(whole, processing_class, args, packing, None, dataset_name)
-        own_columns = columns and trained_columns(dataset.column_names, read_row(dataset), args.dataset_text_field)
+        own_columns = columns and trained_columns(first_row(dataset), args.dataset_text_field)
         with_answers = {"completion", "messages", "conversations"} & {*own_columns}
         of_answers = describe_answers(dataset, dataset_name, with_answers)
         self.tell_of_rows(of_answers + describe_lost(whole, prepared, dataset_name, args, packing))
