@@ -9,26 +9,11 @@ from torch import Tensor
 from ..errors import UserError
 
 
-PAD_VALUES: dict[str, int] = {
-    "labels": -100,
-    "shift_labels": -100,
-    "attention_mask": 0,
-    "completion_mask": 0,
-    "position_ids": 0,
-    "segment_ids": 0,
-    "token_type_ids": 0,
-}
-"""
-What each well-known key is padded with, also behind the name of a sequence, as in `chosen_labels`. `input_ids` take the
-tokenizer's pad token, any other key takes 0.
-"""
-
-
 def pad_value_of(key: str, pad_token_id: int) -> int:
-    """What the tensor under `key` of a batch is padded with."""
+    """What the tensor under `key` of a batch is padded with; the key may begin with the name of a sequence, as in `chosen_labels`."""
     if key.endswith("input_ids"):
         return pad_token_id
-    return next((value for name, value in PAD_VALUES.items() if key == name or key.endswith(f"_{name}")), 0)
+    return -100 if key == "labels" or key.endswith("_labels") else 0
 
 
 def _extend(key: str, tensor: Tensor, dim: int, size: int, pad_token_id: int) -> Tensor:
@@ -117,8 +102,8 @@ class StaticShapeCollator(WrappedCollator):
     Padded are the tensors whose first two dimensions are those of `input_ids`, or the first three of rows with several choices,
     `(batch, choices, length)`, which have a mask of that shape. Everything else (class labels, scalars, non-tensors) passes
     unchanged, and so do the rows: see [`pad_rows`] for the last batch. A second sequence of each row, as `KL_input_ids` with
-    `KL_attention_mask`, is padded to the same length, for each length to be one shape. Keys that are not in `PAD_VALUES` are
-    padded with 0.
+    `KL_attention_mask`, is padded to the same length, for each length to be one shape. Labels are padded with -100, other
+    keys with 0.
 
     Args:
         collator (`Callable`): Data collator to wrap. It yields at least `input_ids` of shape `(batch, length)`.

@@ -224,7 +224,7 @@ class Generator:
         ids, attention, positions, logits = (
             _repeat(tensor, prompts, copies) for tensor in (ids, attention, positions, logits)
         )
-        cache.put([_repeat(tensor, prompts, copies) for tensor in cache.tensors])
+        cache.put([_repeat(tensor, prompts, copies) for tensor in cache.tensors()])
         # Tokens of the prompt only; those that stand for others count once.
         history = torch.where(attention > 0, ids, ids[:, -1:])
         token, log_prob = self._sampler.choose(logits, seed, torch.zeros_like(seed), history)
@@ -235,7 +235,7 @@ class Generator:
             pad(pad(attention, (before, 0)), (0, self._new_tokens), value=1),
             torch.cat([ids[:, -1:].expand(-1, before), history, ids[:, -1:].expand(-1, self._new_tokens)], 1),
         )
-        state = [*rows, *pad_positions(cache.tensors, end, self._cache_lengths(cache.tensors)[0])]
+        state = [*rows, *pad_positions(cache.tensors(), end, self._cache_lengths(cache.tensors())[0])]
         self._shard_rows(state)
         copies_of_weights = self._weight_copies.make()
         for tensor in copies_of_weights:
@@ -326,7 +326,7 @@ class Generator:
         token = torch.where(is_finished > 0, self.pad_token_id, token)
         is_finished = torch.maximum(is_finished, self._sampler.is_end(token))
         rows = _Rows(is_finished, token, position + 1, attention, history)
-        return (_all(is_finished), rows, cache.tensors), (token, log_prob)
+        return (_all(is_finished), rows, cache.tensors()), (token, log_prob)
 
     def _logits(self, ids: Tensor, attention: Tensor, positions: Tensor, cache: StaticKeyValueCache) -> Tensor:
         """The logits of the last position: `(rows, vocabulary)`."""

@@ -164,7 +164,7 @@ class PatternLoop:
                     hidden = functional_call(
                         template.layer, parts, (hidden, *args), {**kwargs, cache_name: layer_cache}
                     )
-                    return (hidden, shared), (), layer_cache.tensors_from(number)
+                    return (hidden, shared), (), layer_cache.tensors(number)
 
                 of_layers, rows[place], _, keys_and_values = loops.scan_rows(
                     run_layer, of_layers, stacked_weights, rows[place], self.pattern.runs[place]

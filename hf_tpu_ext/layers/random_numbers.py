@@ -39,21 +39,20 @@ def gumbel(shape: tuple[int, int], seed: Tensor) -> Tensor:
     """
     # From 1: the hash of 0 is 0, and a seed may be 0.
     rows, columns = (torch.arange(1, size + 1, dtype=torch.int32, device=seed.device) for size in shape)
-    bits = scramble(scramble(seed + rows[:, None] * BY_ROW) + columns * BY_COLUMN)
+    bits = scramble(scramble(seed + rows[:, None] * BY_ROW) + columns * BY_COLUMN) & 0x7FFFFFFF
     # `-log(-log(1 - x))` of a uniform x, since the large numbers, which choose unlikely tokens, then come from an x near 0, where
     # float32 is fine. Near 1 its steps are 2**-24: of as many columns as a vocabulary has, one would often be infinite.
-    portion = (((bits & 0x7FFFFFFF).float() + 0.5) * 2.0**-31).clamp(max=1 - 2.0**-24)
-    return -(-(-portion).log1p()).log()
+    return -(-(-_portion(bits)).log1p()).log()
+
+
+def _portion(bits: Tensor) -> Tensor:
+    """Numbers of 31 bits as float32 between 0 and 1, and neither of them."""
+    return ((bits.float() + 0.5) * 2.0**-31).clamp(max=1 - 2.0**-24)
 
 
 # Odd, as those for rows and columns: another multiplier of MurmurHash3.
 _BY_DRAW = 0xC2B2AE35 - 2**32
 _LARGEST = 2**31
-
-
-def as_int32(number: int) -> int:
-    """The int32 with the low 32 bits of a number."""
-    return (number + _LARGEST) % 2**32 - _LARGEST
 
 
 class RandomSeeds:
@@ -139,7 +138,8 @@ class RandomNumbers(AbstractContextManager):
     def next_seed(self) -> Tensor:
         """Another seed at each call, int32 of shape `()`."""
         self.num_draws += 1
-        return scramble(self.seed + as_int32(self.num_draws * _BY_DRAW))
+        # The product's low 32 bits, as int32.
+        return scramble(self.seed + ((self.num_draws * _BY_DRAW + _LARGEST) % 2**32 - _LARGEST))
 
     def seeds(self, count: int) -> Tensor:
         """Seeds for so many iterations of a loop, each with the number of the chip, or 0: `(count, 2)`, int32."""
@@ -186,13 +186,12 @@ class RandomNumbers(AbstractContextManager):
     def normal(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Numbers of the normal distribution with mean 0 and variance 1, in float32."""
         # Box and Muller, 1958, with a logarithm of numbers that are never 0.
-        radius = (-2 * ((self.bits(shape, device).float() + 0.5) * 2.0**-31).clamp(max=1 - 2.0**-24).log()).sqrt()
+        radius = (-2 * _portion(self.bits(shape, device)).log()).sqrt()
         return radius * (2 * torch.pi * self.uniform(shape, device)).cos()
 
     def exponential(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Numbers of the exponential distribution with rate 1, in float32, none of them 0."""
-        portion = ((self.bits(shape, device).float() + 0.5) * 2.0**-31).clamp(max=1 - 2.0**-24)
-        return -(-portion).log1p()
+        return -(-_portion(self.bits(shape, device))).log1p()
 
     def _places(self, shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
         """Places of the rows of a tensor among those of all chips, of as many dimensions, and of its columns."""

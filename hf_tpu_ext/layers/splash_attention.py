@@ -1,6 +1,7 @@
 """Splash attention: jax's kernel for TPU, inside the program."""
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,11 +109,10 @@ def splash_attention(
     """
     settings = {"scaling": scaling} | ({} if softcap is None else {"softcap": softcap})
     settings |= {} if s_aux is None else {"s_aux": s_aux}
+    in_slices = partial(sliced_attention, backend, module, query, key, value, dropout=dropout, **settings, **kwargs)
     if query.shape[2] == 1:
         # A token after a prompt: its scores are few.
-        return sliced_attention(
-            backend, module, query, key, value, attention_mask, dropout=dropout, **settings, **kwargs
-        )
+        return in_slices(attention_mask)
     dtype = matmul_dtype(query)
     if attention_mask is None and vars(module).get("is_causal") is False and query.shape[2] == key.shape[2]:
         # As in a vision tower: each token sees all.
@@ -123,9 +123,7 @@ def splash_attention(
     )
     if reason is not None:
         logger.warning_once(f"Attention of {type(module).__name__} is computed in slices: {reason}.")
-        return sliced_attention(
-            backend, module, query, key, value, attention_mask, dropout=dropout, **settings, **kwargs
-        )
+        return in_slices(attention_mask)
     rows, heads, length, head_dim = query.shape
     width = next(width for width in HEAD_DIMS if width >= head_dim)
     chips = 1 if backend.manual_sharding.active else backend.num_chips

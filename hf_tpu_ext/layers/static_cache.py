@@ -91,12 +91,7 @@ class StaticKeyValueCache(Cache):
         self.length, self.index = length, index
         self.put(tensors)
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Keys and values of each layer."""
-        return self.tensors_from(0)
-
-    def tensors_from(self, first: int) -> tuple[Tensor, ...]:
+    def tensors(self, first: int = 0) -> tuple[Tensor, ...]:
         """Keys and values of the layers from number `first` on."""
         return tuple(chain.from_iterable((layer.keys, layer.values) for layer in self.layers[first:]))
 

@@ -48,26 +48,21 @@ class _LongProduct(torch.autograd.Function):
         return gradient @ down.T, up.T @ gradient, None
 
 
-class FakeQuantizedLinear(nn.Linear):
-    """A linear layer that computes with its weight as it is after rounding. Its parameters stay as they are."""
-
-    rounding: Rounding
-
-    def forward(self, input: Tensor) -> Tensor:
-        weight = self.weight
-        if self.rounding.on:
-            weight, input = self.rounding.round_weight(weight), self.rounding.round_activation(input)
-        return F.linear(input, weight.to(input.dtype), self.bias)
-
-
 class FakeQuantizedHead(nn.Linear):
-    """An output head of rounded weights. What it is given is not rounded."""
+    """An output head that computes with its weight as it is after rounding. Its parameters stay as they are."""
 
     rounding: Rounding
 
     def forward(self, input: Tensor) -> Tensor:
         weight = self.rounding.round_weight(self.weight) if self.rounding.on else self.weight
         return F.linear(input, weight.to(input.dtype), self.bias)
+
+
+class FakeQuantizedLinear(FakeQuantizedHead):
+    """A linear layer likewise, of which activations may be rounded, too."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(self.rounding.round_activation(input) if self.rounding.on else input)
 
 
 class AdaptersInside(LoraLinear):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .selected_rows import SelectedRows, select, selection_of
+from .selected_rows import SelectedRows, select
 
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -81,7 +81,9 @@ class DeferredReads(TorchFunctionMode):
         return True
 
     def _nonzero(self, frame, func, args, kwargs) -> Tensor:
-        return selection_of(args[0] != 0)
+        # For `index_select`, in place of the numbers of rows.
+        mask = args[0] != 0
+        return select(mask, mask)
 
     def _index_select(self, frame, func, args, kwargs) -> Tensor:
         dim, index = args[1:3]

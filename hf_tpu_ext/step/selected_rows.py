@@ -75,11 +75,6 @@ def select(values: Tensor, mask: Tensor) -> SelectedRows:
     return _with_mask(values, mask)
 
 
-def selection_of(mask: Tensor) -> SelectedRows:
-    """Name the rows of a bool mask of shape `(rows,)`, for `index_select`, in place of their numbers."""
-    return _with_mask(mask, mask)
-
-
 def _elements(values: Tensor, mask: Tensor) -> Tensor:
     return mask.view((*mask.shape, *[1] * (values.ndim - mask.ndim))).expand_as(values)
 

@@ -11,7 +11,6 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from hf_tpu_ext.data.packing import PackedCollator
 from hf_tpu_ext.data.static_shapes import (
-    PAD_VALUES,
     ShapeGuard,
     StaticShapeCollator,
     count_all,
@@ -52,7 +51,7 @@ def test_batches_are_those_of_trl_padded_to_the_smallest_declared_length(lengths
             assert value.shape == (len(examples), target)
             assert value.dtype == expected[key].dtype
             assert torch.equal(value[:, :length], expected[key])
-            assert (value[:, length:] == (PAD if key == "input_ids" else PAD_VALUES[key])).all()
+            assert (value[:, length:] == (PAD if key == "input_ids" else -100 if key == "labels" else 0)).all()
     assert seen == set(lengths)
 
 
@@ -86,7 +85,7 @@ def test_columns_of_a_pair_are_padded_as_those_of_one_sequence():
     }
     padded = StaticShapeCollator(returns(batch), [4], PAD)([])
     for key, value in padded.items():
-        expected = PAD if key.endswith("input_ids") else PAD_VALUES[key.partition("_")[2]]
+        expected = PAD if key.endswith("input_ids") else -100 if key.endswith("labels") else 0
         assert value[0].tolist() == [1] * batch[key].shape[1] + [expected] * (4 - batch[key].shape[1])
 
 
