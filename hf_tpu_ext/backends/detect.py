@@ -10,6 +10,8 @@ from ..errors import UserError
 from ..yes_no import NO, YES
 
 
+#: Where Linux lists the devices of a machine.
+PCI_ROOT = "/sys/bus/pci/devices"
 # Google's PCI vendor id and the device ids of torch_xla/_internal/tpu.py.
 _GOOGLE_PCI_VENDOR = "0x1ae0"
 _TPU_PCI_DEVICES = {
@@ -31,12 +33,12 @@ TPU_BACKENDS = ("tpu", "xla")
 _pjrt_device_before_torch_xla: list[str | None] = []
 
 
-def tpu_chips(pci_root: str = "/sys/bus/pci/devices") -> int:
+def tpu_chips(pci_root: str = PCI_ROOT) -> int:
     """Count the TPU chips attached to this machine, `0` where there is none."""
     return len(_tpu_kinds(pci_root))
 
 
-def tpu_kind(pci_root: str = "/sys/bus/pci/devices") -> str:
+def tpu_kind(pci_root: str = PCI_ROOT) -> str:
     """
     Kind of TPU chip attached to this machine, e.g. `"TPU v5e"`; `"TPU"` where it is not known. torch_xla does not say
     where one device stands for all chips (SPMD): `xla_device_kind` and `get_memory_info` fail.

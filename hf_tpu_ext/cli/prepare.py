@@ -21,7 +21,6 @@ With the model type of a vision language model, for instance smolvlm (needs pill
   model/        random weights and a processor of text and images
   data/         pictures of digits and questions about them
 """
-VISION = ("gemma3", "idefics3", "llava", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -44,7 +43,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Make a tiny model, a teacher for it, arithmetic, preferences and questions, and return the exit status `0`."""
-    if args.model_type in VISION:
+    from ..vision.families import FAMILIES
+
+    if args.model_type in FAMILIES:
         return _run_vision(args)
     from ..examples.jsonl import count_rows
     from ..examples.tiny import make_arithmetic, make_model, make_preferences, make_questions

@@ -56,10 +56,10 @@ class CacheWriter:
     """
     Writes a cache.
 
-    Files hold a fixed number of sequences each, in the order of `keys`. A file is written under another name first and
-    then renamed, and noted in `progress.json` after that; the manifest comes last and takes its place. A build with the same
-    settings continues with the files that are not there yet, so that the result is the same, byte for byte, as if it had
-    never been stopped.
+    Files hold as many sequences each as when the build began, in the order of `keys`. A file is written under another name
+    first and then renamed, and noted in `progress.json` after that; the manifest comes last and takes its place. A build with
+    the same settings continues with the files that are not there yet, so that the result is the same, byte for byte, as if it
+    had never been stopped.
 
     What else is in the directory stays as it is. A file by the name of one of the cache's that no earlier build has announced in
     its manifest or progress is not overwritten, but refused.
@@ -71,9 +71,6 @@ class CacheWriter:
         lengths (`list[int]`): Number of tokens of each sequence.
         overwrite (`bool`, *optional*, defaults to `False`):
             Whether to start over where there is a cache with other settings.
-        sequences_per_shard (`int`, *optional*):
-            Sequences in a file; by default 256, or fewer where that would be more than 256 MB. A build that continues keeps
-            the number that it began with.
         processes ([`Processes`], *optional*):
             The processes that build it together, each of which makes one of these with the same arguments. They write a file
             each at a time, and the first notes them. By default there is one.
@@ -89,13 +86,12 @@ class CacheWriter:
         keys: list[bytes],
         lengths: list[int],
         overwrite: bool = False,
-        sequences_per_shard: int | None = None,
         processes: Processes = ALONE,
     ):
         self.directory, self.settings = Path(directory), settings
         self._keys, self._lengths = keys, lengths
         fitting = _MOST_BYTES // (settings.token_bytes * max(lengths))
-        self._per_shard = sequences_per_shard or max(1, min(_MOST_SEQUENCES, fitting))
+        self._per_shard = max(1, min(_MOST_SEQUENCES, fitting))
         self._shards: dict[int, Shard] = {}
         #: Whether its manifest is written.
         self.complete = False

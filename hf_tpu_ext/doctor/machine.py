@@ -8,7 +8,7 @@ from pathlib import Path
 from signal import Signals
 
 from ..backends.compile_cache import MOST_BYTES, cache_root, cache_state
-from ..backends.detect import TPU_BACKENDS, find_pjrt_mistake, pjrt_device_asked_for, tpu_chips, tpu_kind
+from ..backends.detect import PCI_ROOT, TPU_BACKENDS, find_pjrt_mistake, pjrt_device_asked_for, tpu_chips, tpu_kind
 from ..backends.host import LOCK_FILE, find_chip_holders
 from ..formatting import count, format_bytes
 from ..installing import install_command
@@ -16,7 +16,6 @@ from .check import Check
 from .versions import check_libtpu, check_versions
 
 
-PCI = "/sys/bus/pci/devices"
 # Importing torch and torch_xla takes seconds.
 _TIMEOUT = 120
 _CHOOSE = """
@@ -37,7 +36,7 @@ def examine_machine() -> Iterator[Check]:
     yield check_compile_cache(has_tpu)
 
 
-def check_tpu(pci_root: str = PCI, proc: Path = Path("/proc"), lock_file: Path = LOCK_FILE) -> Iterator[Check]:
+def check_tpu(pci_root: str = PCI_ROOT, proc: Path = Path("/proc"), lock_file: Path = LOCK_FILE) -> Iterator[Check]:
     """Look for TPU chips, and for processes that hold them."""
     chips = tpu_chips(pci_root)
     if not chips:
@@ -96,13 +95,10 @@ def explain_end(status: int, output: str) -> tuple[str, str]:
     return last, "Do what the message says; with --json FILE, all that a training has written is kept"
 
 
-def check_compile_cache(has_tpu: bool, setting: str = "auto") -> Check:
-    """
-    Look at the compiled programs on disk, which a TPU has by default. `setting` is as
-    `compile_cache_dir`.
-    """
+def check_compile_cache(has_tpu: bool) -> Check:
+    """Look at the compiled programs on disk, which a TPU has by default."""
     name = "compile cache"
-    root, is_explicit = cache_root(setting)
+    root, is_explicit = cache_root("auto")
     if root is None:
         return Check(name, "none", "off")
     state = cache_state(root)

@@ -116,11 +116,6 @@ class Mechanisms:
         return self.runs.backend
 
     @property
-    def on_xla(self) -> bool:
-        """Whether torch_xla compiles the steps."""
-        return self.backend.traces_steps
-
-    @property
     def tolerance(self) -> float:
         """What numbers may differ by from eager CPU's, relative to them."""
         on_host = self.backend.unknown_upstream and self.backend.chip is None
@@ -147,7 +142,7 @@ class Mechanisms:
     def check_counts(self, name: str, outcome: Outcome) -> str:
         """Check what the runtime did, where it says so, and say it."""
         micro_steps = RUNS[name].micro_steps
-        if not self.on_xla:
+        if not self.backend.traces_steps:
             return f"{micro_steps} micro-steps"
         text = _describe(outcome.counters, micro_steps)
         _check(outcome.late.compiles == 0, f"{outcome.late.compiles} graphs were compiled late. {text}")
@@ -166,7 +161,7 @@ class Mechanisms:
 
     def find(self, mechanism: str) -> Finding:
         """Try one of [`MECHANISMS`]."""
-        if mechanism in _OF_XLA and not self.on_xla:
+        if mechanism in _OF_XLA and not self.backend.traces_steps:
             return _not_here(_OF_XLA[mechanism])
         if mechanism in _COMPARED:
             return self.compare(*_COMPARED[mechanism])
@@ -227,7 +222,7 @@ class Mechanisms:
 
     def two_lengths(self) -> Finding:
         outcome = self.compare("two lengths")
-        if not self.on_xla:
+        if not self.backend.traces_steps:
             return outcome
         batches = self.runs.ours("two lengths").trainer.get_train_dataloader()
         lengths = sorted({batch["input_ids"].shape[1] for batch in batches})
@@ -253,7 +248,7 @@ class Mechanisms:
         greedy = self._generate()
         ours, reference = self.runs.ours("completions"), self.runs.reference("completions")
         text = self.near(ours, reference, ("loss", "grad_norm", "reward", "entropy"), 10 * self.tolerance)
-        if self.on_xla:
+        if self.backend.traces_steps:
             _check(ours.late.compiles == 0, f"{ours.late.compiles} graphs were compiled late")
             text += f"; {_describe(ours.counters, STEPS)}"
         return Finding(f"{greedy}; GRPO: {text}", _numbers(ours=ours, eager_cpu=reference))
@@ -284,7 +279,7 @@ class Mechanisms:
         if self.backend.num_chips == 1:
             return _not_here("one chip")
         outcome = self.compare("sharded")
-        if self.on_xla:
+        if self.backend.traces_steps:
             from torch_xla import _XLAC
 
             weights = list(self.runs.ours("sharded").trainer.model.parameters())

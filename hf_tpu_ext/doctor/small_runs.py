@@ -5,7 +5,6 @@ What is looked at is what anybody sees: logs, saved weights and the runtime's co
 """
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -190,13 +189,12 @@ def make_trainer(
     name: str,
     chips: int = 1,
     stock: bool = False,
-    adapt: Callable[[type], type] = lambda cls: cls,
     **changes: Any,
 ) -> Any:
     """
     Make the trainer of a small run, with an output directory of a `name` in that of [`make_inputs`]: of this
-    package, on the accelerator, or upstream's on eager CPU (`stock`), with the rows of all `chips`. `adapt` makes
-    its class from that of this package, and `changes` are more fields of its config.
+    package, on the accelerator, or upstream's on eager CPU (`stock`), with the rows of all `chips`. `changes` are
+    more fields of its config.
     """
     settings = _DEFAULTS | run.settings | changes
     # Only this package's trainer takes a teacher: its own run on eager CPU is the reference.
@@ -220,7 +218,6 @@ def make_trainer(
         # The weights that an adapter begins with are drawn.
         torch.manual_seed(0)
         kwargs["peft_config"] = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    cls = adapt(cls)
     if run.trainer == "GRPO":
         kwargs["reward_funcs"] = reward_tokens
         cls = type(cls.__name__, (_TakesCompletions if stock else _RecordsCompletions, cls), {"completions": []})
@@ -248,9 +245,9 @@ class SmallRuns:
         self.ours = cache(lambda name: finish(self.make(name), backend))
         self.reference = cache(self._reference)
 
-    def make(self, name: str, callback: TrainerCallback | None = None, **changes: Any) -> Any:
+    def make(self, name: str, callback: TrainerCallback | None = None) -> Any:
         """The trainer of a run on the accelerator."""
-        trainer = make_trainer(RUNS[name], self.directory, f"{name}-run", **changes)
+        trainer = make_trainer(RUNS[name], self.directory, f"{name}-run")
         if callback is not None:
             trainer.add_callback(callback)
         return trainer

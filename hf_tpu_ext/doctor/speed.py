@@ -23,6 +23,7 @@ from ..backends.base import Backend
 from ..examples.tiny import make_tokenizer
 from ..formatting import format_bytes, format_seconds
 from ..hardware.topologies import read_topologies
+from ..report.planned import format_span
 from .check import Finding, WrongError
 from .small_runs import WARM_STEPS, CountSteps
 
@@ -192,8 +193,5 @@ def plan_speed(backend: Backend, directory: Path) -> dict[str, Any] | None:
         return {"text": f"no plan: {(output.strip().splitlines() or [''])[-1]}", "peak_bytes": None}
     estimates = json.loads(plan_file.read_text(encoding="utf-8"))["derived"]
     seconds = estimates["step"]["seconds"]
-    text = (
-        f"hf-tpu plan: {' to '.join(dict.fromkeys(map(format_seconds, seconds)))} a step, "
-        f"{format_bytes(estimates['peak_bytes'])}"
-    )
+    text = f"hf-tpu plan: {format_span(seconds, format_seconds)} a step, {format_bytes(estimates['peak_bytes'])}"
     return {"text": text, "peak_bytes": estimates["peak_bytes"], "expected_seconds": seconds}

@@ -46,7 +46,7 @@ def compare_runs(runs: Sequence[Run], prices: Mapping[str, Price]) -> Report:
     of_step = [{name: format_seconds(seconds) for name, seconds in time_of_step(run).items()} for run in runs]
     speed = _beside("Mean time of a step", names, _rows(of_step))
     if can_draw() and all(map(time_in_phases, runs)):
-        speed.figures.append(draw_shares("Where the time went", {run.name: time_in_phases(run) for run in runs}))
+        speed.figures.append(draw_shares({run.name: time_in_phases(run) for run in runs}))
     recipes = _rows([run.begin["arguments"] for run in runs])
     differences = _beside("Differences of the recipes", names, [row for row in recipes if len(set(row[1:])) > 1])
     if not differences.tables:

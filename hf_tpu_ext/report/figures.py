@@ -108,8 +108,8 @@ def _by_logarithm(axes, name: str, unit: Callable[[float], str] = format_number,
     axis.set_minor_formatter(lambda value, _: unit(value) if f"{value:e}"[0] in between else "")
 
 
-def draw_shares(title: str, shares: Mapping[str, Mapping[str, float]]) -> Figure:
-    """Draw, for each run, a bar of what its parts have of the whole."""
+def draw_shares(shares: Mapping[str, Mapping[str, float]]) -> Figure:
+    """Draw, for each run, a bar of what its phases have of the time."""
     parts = dict.fromkeys(part for of_run in shares.values() for part in of_run)
 
     def plot(axes) -> None:
@@ -123,7 +123,7 @@ def draw_shares(title: str, shares: Mapping[str, Mapping[str, float]]) -> Figure
         axes.tick_params(axis="y", length=0)
         axes.set_xlabel("% of the time")
 
-    return _draw(title, plot, 1.0 + 0.25 * len(shares), parts)
+    return _draw("Where the time went", plot, 1.0 + 0.25 * len(shares), parts)
 
 
 def draw_mean_step(seconds: Mapping[str, float]) -> Figure:

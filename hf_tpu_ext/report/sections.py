@@ -234,7 +234,7 @@ def _speed(run: Run) -> Section:
         "Phases are what the host does. Execution is asynchronous, so device time shows only where the host waits for it."
     )
     if can_draw():
-        section.figures.append(draw_shares("Where the time went", {"": phases}))
+        section.figures.append(draw_shares({"": phases}))
         if per_step:
             section.figures += [draw_mean_step(per_step), draw_step_times(run.step_times["total"])]
         rates = {

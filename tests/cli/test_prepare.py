@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from hf_tpu_ext.cli import prepare
 from hf_tpu_ext.examples import tiny_vision
 from hf_tpu_ext.installing import install_command
+from hf_tpu_ext.vision import families
 
 
 def run(*argv: str) -> int:
@@ -34,7 +35,7 @@ def test_tiny_makes_a_model_that_sees_and_pictures(tmp_path):
     assert AutoConfig.from_pretrained(tmp_path / "model").model_type == "smolvlm"
     rows = load_dataset(str(tmp_path / "data"))["test"]
     assert len(rows) == 64 and rows[0]["images"][0].size == (56, 56)
-    assert set(prepare.VISION) == set(tiny_vision.FAMILIES)
+    assert families.FAMILIES.keys() == set(tiny_vision.FAMILIES)
 
 
 @pytest.mark.parametrize(("with_xla", "extras"), [(True, "tpu,images"), (False, "images")])

@@ -12,10 +12,12 @@ from trl.trainer.utils import add_fused_lm_head
 from hf_tpu_ext import atomic_write
 from hf_tpu_ext.backends import select_backend
 from hf_tpu_ext.data import StaticShapeCollator
+from hf_tpu_ext.distillation import cache_writer
 from hf_tpu_ext.distillation.cache_builder import Sequences, TeacherRun, build_cache
 from hf_tpu_ext.distillation.cache_format import CacheSettings, chat_template_hash, tokenizer_hash
 from hf_tpu_ext.distillation.cache_writer import CacheWriter
 from hf_tpu_ext.layers.static_kernels import use_static_kernels
+from hf_tpu_ext.temporarily import temporarily
 
 
 def make_teacher(model_dir, backend, rows=4):
@@ -46,10 +48,8 @@ def make_writer(directory, model_dir, dataset, overwrite=False, sequences_per_sh
         "tokens": sum(sequences.lengths),
     }
     settings = CacheSettings(**{**settings, **changes})
-    writer = CacheWriter(
-        directory, settings, sequences.keys, sequences.lengths, overwrite, sequences_per_shard=sequences_per_shard
-    )
-    return sequences, writer
+    with temporarily(cache_writer, _MOST_SEQUENCES=sequences_per_shard):
+        return sequences, CacheWriter(directory, settings, sequences.keys, sequences.lengths, overwrite)
 
 
 class _SaysWhereItIs:

@@ -59,21 +59,23 @@ def test_a_lock_that_a_killed_process_has_left(tpu):
     assert use.fix == f"sudo rm {tpu['lock_file']}"
 
 
-def test_compile_cache(tmp_path):
+def test_compile_cache(tmp_path, monkeypatch):
     root = tmp_path / "cache"
-    assert "0 executables" in check_compile_cache(True, str(root)).text
+    monkeypatch.setenv("HF_TPU_EXT_COMPILE_CACHE", str(root))
+    assert "0 executables" in check_compile_cache(True).text
     assert not root.exists()
     cache = CompileCache(root, "toolchain", {})
     (cache.directory / "123").write_bytes(b"x" * 1000)
     (cache.directory / "456").write_bytes(b"x" * 10)
-    check = check_compile_cache(True, str(root))
+    check = check_compile_cache(True)
     assert check.status == "ok"
     assert check.text.startswith("2 executables, 1.01 kB of at most 21.47 GB, in ")
 
 
-def test_compile_cache_that_cannot_be_written(tmp_path):
+def test_compile_cache_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    check = check_compile_cache(True, str(tmp_path / "file" / "cache"))
+    monkeypatch.setenv("HF_TPU_EXT_COMPILE_CACHE", str(tmp_path / "file" / "cache"))
+    check = check_compile_cache(True)
     assert check.status == "failed"
     assert "HF_TPU_EXT_COMPILE_CACHE" in check.fix
 
@@ -81,7 +83,8 @@ def test_compile_cache_that_cannot_be_written(tmp_path):
 def test_compile_cache_without_a_tpu(monkeypatch):
     monkeypatch.delenv("HF_TPU_EXT_COMPILE_CACHE", raising=False)
     assert check_compile_cache(False).status == "none"
-    assert check_compile_cache(False, "off").text == "off"
+    monkeypatch.setenv("HF_TPU_EXT_COMPILE_CACHE", "off")
+    assert check_compile_cache(False).text == "off"
 
 
 def python(script):

@@ -12,8 +12,10 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
+import hf_tpu_ext
 from hf_tpu_ext.backends.selection import select_tracing
 from hf_tpu_ext.hardware.topologies import find_topology
+from hf_tpu_ext.temporarily import temporarily
 
 
 TOPOLOGY = find_topology("v5e-1")
@@ -32,7 +34,9 @@ def main(*names: str) -> None:
     from hf_tpu_ext.plan.trace import trace_run
 
     def train_small(run, adapt):
-        make_trainer(run, directory, "traced", adapt=adapt).train()
+        name = f"TPU{run.trainer}Trainer"
+        with temporarily(hf_tpu_ext, **{name: adapt(getattr(hf_tpu_ext, name))}):
+            make_trainer(run, directory, "traced").train()
 
     def train_smollm2(adapt):
         from datasets import Dataset
