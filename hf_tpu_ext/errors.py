@@ -1,5 +1,8 @@
 """Errors whose message is for the person who wrote the recipe."""
 
+import shlex
+from pathlib import Path
+
 
 class UserError(ValueError):
     """
@@ -7,6 +10,13 @@ class UserError(ValueError):
 
     `hf-tpu` shows it without a traceback. A `ValueError` of another class, raised by this package, is a bug.
     """
+
+
+def damage_of(path: Path) -> UserError:
+    """The error of a file beside weights which cannot be read, and without which they can."""
+    return UserError(
+        f"{path} is damaged. Take another checkpoint, or remove the file to go without it: rm {shlex.quote(str(path))}"
+    )
 
 
 class SaveError(OSError):

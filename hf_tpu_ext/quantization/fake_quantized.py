@@ -2,7 +2,6 @@
 
 import json
 import math
-import shlex
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import unwrap_peft_model
 
 from ..atomic_write import write_atomically
-from ..errors import UserError
+from ..errors import UserError, damage_of
 from ..formatting import name_of_any_layer
 from ..temporarily import temporarily
 from .rounding import Rounding, split
@@ -272,6 +271,4 @@ class TrainedFor:
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (TypeError, ValueError) as error:
-            raise UserError(
-                f"{path} is damaged. Take another checkpoint, or remove the file to go without it: rm {shlex.quote(str(path))}"
-            ) from error
+            raise damage_of(path) from error

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import shlex
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from ...atomic_write import write_atomically
-from ...errors import UserError
+from ...errors import damage_of
 from ...formatting import dtype_name
 
 
@@ -72,7 +71,7 @@ def read_quantization(directory: str | Path) -> dict[str, Any] | None:
     try:
         return json.loads(path.read_text(encoding="utf-8")).get("quantization")
     except (AttributeError, ValueError) as error:
-        raise _damage_error(path) from error
+        raise damage_of(path) from error
 
 
 def find_differences(
@@ -97,14 +96,8 @@ def find_differences(
         }
         differing = [name for name, entry in entries.items() if _hash(weights[name], entry["dtype"]) != entry["hash"]]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise _damage_error(path) from error
+        raise damage_of(path) from error
     return (len(entries), differing) if entries else None
-
-
-def _damage_error(path: Path) -> UserError:
-    return UserError(
-        f"{path} is damaged. Take another checkpoint, or remove the file to go without it: rm {shlex.quote(str(path))}"
-    )
 
 
 def sample_of(weight: Tensor) -> Tensor:

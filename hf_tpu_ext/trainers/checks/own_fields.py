@@ -24,10 +24,6 @@ def _is_for_padding(max_length: int | None, run: Run) -> bool:
     return max_length is not None and isinstance(run.args, PaddedArguments)
 
 
-def _compiles_itself(value: str, run: Run) -> bool:
-    return value in ("step", "layers")
-
-
 OWN = (
     *at(
         lambda place: True,
@@ -44,9 +40,10 @@ OWN = (
         ),
     ),
     *at(
-        lambda place: place.static_shapes and place.traces_steps,
-        without_effect("compile_step", "it applies to torch_tpu", when=_compiles_itself),
+        lambda place: place.traces_steps or not place.static_shapes,
+        without_effect("compile_step", "it applies to torch_tpu", when=lambda value, run: value in ("step", "layers")),
     ),
+    *at(lambda place: not place.traces_steps, without_effect("share_prompts", "it is for torch_xla", when=_is_on)),
     *at(
         lambda place: place.static_shapes and not place.traces_steps,
         refusal(
@@ -63,7 +60,6 @@ OWN = (
         ),
         without_effect("attention", "steps are not traced by torch_tpu"),
         without_effect("scan_layers", "layers are not run as a loop by torch_tpu", when=_is_on),
-        without_effect("share_prompts", "it is for torch_xla", when=_is_on),
         Row(
             "no effect",
             "step_replay",
@@ -75,7 +71,6 @@ OWN = (
         lambda place: not place.static_shapes,
         without_effect("num_chips mesh", "it applies to TPU chips"),
         without_effect("scan_layers", "it applies to XLA", when=_is_on),
-        without_effect("share_prompts", "it is for torch_xla", when=_is_on),
         without_effect("attention", "attn_implementation chooses here"),
         without_effect("rematerialization", "it applies to XLA; gradient_checkpointing=True works here"),
         without_effect("step_replay", "steps run eagerly", when=is_set),
@@ -85,7 +80,6 @@ OWN = (
         without_effect(
             "max_prompt_length", "prompts of any length are taken, and padded to the longest of their batch"
         ),
-        without_effect("compile_step", "it applies to torch_tpu", when=_compiles_itself),
         without_effect("image_tokens", "images are taken as they are"),
     ),
 )

@@ -77,9 +77,8 @@ class TPUDistillationTrainer(RolloutMixin, TPUTrainerMixin, DistillationTrainer)
     # ---- The loss ----
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if not self.backend.static_shapes:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        with upstream_names(type(self), ChunkedDivergenceFunction=self._divergence):
+        names = {"ChunkedDivergenceFunction": self._divergence} if self.backend.static_shapes else {}
+        with upstream_names(type(self), **names):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _diverge(

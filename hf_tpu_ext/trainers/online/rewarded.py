@@ -267,9 +267,8 @@ class RewardedMixin(RolloutMixin):
     # ---- The loss ----
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if not self.backend.static_shapes:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        with upstream_names(type(self), nanmin=nanmin_of_all, nanmax=nanmax_of_all):
+        names = {"nanmin": nanmin_of_all, "nanmax": nanmax_of_all} if self.backend.static_shapes else {}
+        with upstream_names(type(self), **names):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:

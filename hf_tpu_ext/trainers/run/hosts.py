@@ -76,13 +76,10 @@ class HostAgreement:
 
     def __init__(self, backend: Backend):
         self._backend = backend
+        self._several = backend.processes.one_program
         # The hash of the trained model.
         self._hash_of_weights = ""
         self._sent_first = False
-
-    @property
-    def _several(self) -> bool:
-        return self._backend.processes.one_program
 
     def note_weights(self, model: nn.Module) -> None:
         """Note the weights of the model, while they are on the host."""

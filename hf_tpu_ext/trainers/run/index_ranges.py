@@ -162,7 +162,6 @@ class IndexRanges:
         Refuse (`ValueError`) a batch on the host that has a place outside of a table. What a collator of this package has added
         is not looked at.
         """
-        knows = isinstance(batch, CollatedBatch)
         collated_batch = as_collated(batch)
         for key, values in collated_batch.items():
             if not isinstance(values, Tensor) or values.device.type != "cpu":
@@ -173,7 +172,7 @@ class IndexRanges:
             if table is not None:
                 _check_values(key, values, table)
         for key in self._positions:
-            self._check_positions(key, collated_batch, counts_columns=knows)
+            self._check_positions(key, collated_batch, counts_columns=isinstance(batch, CollatedBatch))
 
     def _table_of(self, key: str, batch: Mapping[str, Any]) -> Table | None:
         if key in self._tables:

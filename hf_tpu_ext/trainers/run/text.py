@@ -199,18 +199,17 @@ _OF_MODELS: WeakKeyDictionary[nn.Module, ref[ModelGenerate]] = WeakKeyDictionary
 
 def generate(model, inputs=None, generation_config=None, **kwargs):
     """`generate` of the model of a trainer, as [`~transformers.GenerationMixin.generate`]; its tokens are on the host."""
-    by_trainer = _OF_MODELS[model]() if model in _OF_MODELS else None
-    if by_trainer is not None and not by_trainer.has(model):
-        by_trainer = None
-    if by_trainer is not None and unwrap_peft_model(model).config.is_encoder_decoder:
-        arguments = {"inputs": inputs, "generation_config": generation_config, **kwargs}
-        return by_trainer.run_on_host(model, **{name: value for name, value in arguments.items() if value is not None})
-    input_ids = kwargs.get("input_ids", inputs)
-    if by_trainer is not None and input_ids is not None:
-        others = {name: value for name, value in kwargs.items() if name not in ("input_ids", "attention_mask")}
-        tokens = by_trainer.run(model, input_ids, kwargs.get("attention_mask"), generation_config, **others)
-        if tokens is not None:
-            return tokens
     if inputs is not None:
         kwargs["inputs"] = inputs
+    by_trainer = _OF_MODELS[model]() if model in _OF_MODELS else None
+    if by_trainer is not None and by_trainer.has(model):
+        if unwrap_peft_model(model).config.is_encoder_decoder:
+            given = {"generation_config": generation_config, **kwargs}
+            return by_trainer.run_on_host(model, **{name: value for name, value in given.items() if value is not None})
+        input_ids = kwargs.get("input_ids", inputs)
+        others = {name: kwargs[name] for name in kwargs.keys() - {"inputs", "input_ids", "attention_mask"}}
+        if input_ids is not None:
+            tokens = by_trainer.run(model, input_ids, kwargs.get("attention_mask"), generation_config, **others)
+            if tokens is not None:
+                return tokens
     return type(model).generate(model, generation_config=generation_config, **kwargs)
