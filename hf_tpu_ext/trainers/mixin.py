@@ -105,10 +105,7 @@ class TPUTrainerMixin(
             for name, dataset in named_datasets(vars(self)).items():
                 check_rows_left(dataset, name, self.args)
             self._finish_set_up()
-            if self.backend.static_shapes:
-                # A teacher is there by now.
-                self.find_lengths_asked_for()
-                self.note_data()
+            self.note_data()
 
     # ---- What a subclass may say otherwise ----
 

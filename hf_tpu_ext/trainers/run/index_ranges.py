@@ -4,8 +4,7 @@ table, and a run would train on other numbers without a word; eager PyTorch rais
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,41 +30,30 @@ _TOKENS = ("input_ids", "prompt_ids", "completion_ids")
 _MARK = "Mark what the loss is to leave out with -100"
 
 
-@dataclass(frozen=True)
-class Table:
-    """
-    The table that a column of a batch has places in.
-
-    Attributes:
-        size (`int`): How many places it has.
-        place (`str`): What one is, e.g. `"the token id"`.
-        limit (`str`): How many places it has, e.g. `"the model's embedding has 64 rows"`.
-        fix (`str`): What to do about a place that is not in it.
-        ignores (`bool`): Whether the loss leaves places of -100 out.
-    """
+class Table(NamedTuple):
+    """The table that a column of a batch has places in."""
 
     size: int
+    #: What a place is, e.g. `"the token id"`.
     place: str
+    #: How many there are, e.g. `"the model's embedding has 64 rows"`.
     limit: str
+    #: What to do about a place that is not in it.
     fix: str
+    #: Whether the loss leaves places of -100 out.
     ignores: bool = False
 
 
-@dataclass(frozen=True)
-class Positions:
-    """
-    A table of learned positions.
+class Positions(NamedTuple):
+    """A table of learned positions."""
 
-    Attributes:
-        size (`int`): How many tokens of a row have a position.
-        name (`str`): The name of the table in the model.
-        padding (`int`, *optional*): The token that has no position of its own.
-        skips_masked (`bool`): Whether tokens that are masked have no position of their own.
-    """
-
+    #: How many tokens of a row have a position.
     size: int
+    #: The name of the table in the model.
     name: str
+    #: The token that has no position of its own.
     padding: int | None
+    #: Whether tokens that are masked have no position of their own.
     skips_masked: bool
 
 

@@ -235,26 +235,24 @@ class TrainingSteps(TrainerCallback):
 
     def _compile(self) -> None:
         models = [self._model, *self._trainer.other_models()]
-        step_replay = self._programs.step_replay
-        reason = self._find_why_traced(models) or ("step_replay=False" if step_replay is False else None)
+        if (reason := self._why_stage_by_stage()) is None:
+            self.compiled = self._programs.compile(
+                self._train_step,
+                models,
+                METHODS_OF_A_STEP,
+                state=self._tensors,
+                why_not=partial(self._find_why_traced, models),
+                settings=self._settings,
+                training=True,
+                on_change=self._prepare_model,
+                warn=self._fall_back,
+            )
+            reason = self.compiled.why_traced
         self.why_traced = reason
         if reason is not None and self._trainer.compile_step == "step" and self._backend.compiles_functions:
             raise UserError(f"compile_step='step' is not possible: {reason}. Leave it out, or set it to 'layers'.")
-        if reason is not None and (step_replay is not False or self._backend.compiles_functions):
+        if reason is not None and (self._programs.step_replay is not False or self._backend.compiles_functions):
             self._fall_back(reason)
-        if self._why_stage_by_stage() is not None:
-            return
-        self.compiled = self._programs.compile(
-            self._train_step,
-            models,
-            METHODS_OF_A_STEP,
-            state=self._tensors,
-            why_not=partial(self._find_why_traced, models),
-            settings=self._settings,
-            training=True,
-            on_change=self._prepare_model,
-            warn=self._fall_back,
-        )
 
     def _fall_back(self, reason: str) -> None:
         """Say why steps are not replayed, as a clause, and compile their layers where that is what is left."""

@@ -69,6 +69,8 @@ class DistillationMixin:
             self.teacher = OnlineTeacher(
                 self._load_teacher(args.kd_teacher), self.backend, self.chips.mesh, self.adapted.attention
             )
+            if self.backend.static_shapes:
+                self.find_lengths_asked_for()
         if args.kd_cache is None:
             tokens = "all tokens" if args.kd_top_k is None else f"its top {args.kd_top_k} tokens"
             self.adapted.changes.append(f"teacher {args.kd_teacher}: {tokens} at temperature {args.kd_temperature:g}")
