@@ -89,35 +89,25 @@ def check_kind(checkpoint: str, model: nn.Module) -> None:
 
 
 class Resumption(TrainerCallback):
-    """
-    Begins the first epoch of a run that is resumed with the host's random state of then.
+    """Has `begin` begin a run that is resumed, when others have begun it."""
 
-    A sampler without a seed of its own (`train_sampling_strategy="group_by_length"`) draws the order of an epoch from it.
-    A run that is resumed inside the epoch draws the same order. `begin` is called when a run begins, and returns that state
-    where the run goes on inside an epoch.
-    """
-
-    def __init__(self, begin: Callable[[TrainerControl], str | None]):
+    def __init__(self, begin: Callable[[TrainerControl], None]):
         self._begin = begin
-        #: The host's random state that the epoch began with.
-        self.epoch_rng_state: str | None = None
-        # What the next epoch begins with.
-        self._rng_state_of_epoch: str | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._rng_state_of_epoch = self._begin(control)
-
-    def on_epoch_begin(self, args, state, control, **kwargs):
-        if self._rng_state_of_epoch is not None:
-            torch.set_rng_state(torch.frombuffer(bytearray.fromhex(self._rng_state_of_epoch), dtype=torch.uint8))
-            self._rng_state_of_epoch = None
-        self.epoch_rng_state = torch.get_rng_state().numpy().tobytes().hex()
+        self._begin(control)
 
 
 class ResumptionMixin:
     """
     The part of [`TPUTrainerMixin`] that resumes a run, on every backend. An evaluation that was due when it was stopped is made up for.
+
+    A sampler without a seed of its own (`train_sampling_strategy="group_by_length"`) draws the order of an epoch from the host's random
+    state. A run that is resumed inside the epoch draws the same order: a checkpoint keeps the state that the epoch began with.
     """
+
+    # The host's random state that the epoch under way began with.
+    _state_of_epoch: str | None = None
 
     def _find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """The checkpoint to resume from, and what it keeps besides upstream's taken up."""
@@ -140,6 +130,8 @@ class ResumptionMixin:
         self._names_of_base = find_frozen(self.model)
         # The step after which an evaluation was made up for, and the random state after that.
         self._made_up_at = self._random_state = None
+        # What the next epoch is to begin with.
+        self._state_of_next_epoch: str | None = None
         if checkpoint is not None:
             evaluates = self.args.eval_strategy != IntervalStrategy.NO
             self._evaluation_due = evaluates and state.get("evaluation_due", False)
@@ -279,8 +271,13 @@ class ResumptionMixin:
 
     def _run_epoch(self, *args, **kwargs) -> None:
         # Upstream asks after a step only, and takes one more in a run that had ended.
-        if not self.control.should_training_stop:
-            super()._run_epoch(*args, **kwargs)
+        if self.control.should_training_stop:
+            return
+        if self._state_of_next_epoch is not None:
+            torch.set_rng_state(torch.frombuffer(bytearray.fromhex(self._state_of_next_epoch), dtype=torch.uint8))
+            self._state_of_next_epoch = None
+        self._state_of_epoch = torch.get_rng_state().numpy().tobytes().hex()
+        super()._run_epoch(*args, **kwargs)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         checkpoint = checkpoint if self._random_state is None else self._random_state.name
@@ -290,16 +287,17 @@ class ResumptionMixin:
         if self.backend.name in state.get("rng_state", {}):
             self.backend.set_rng_state(state["rng_state"][self.backend.name])
 
-    def _begin_resumed(self, control: TrainerControl) -> str | None:
-        """Begin a run where the one that it resumes was left, inside an epoch perhaps: returns the random state that this began with."""
+    def _begin_resumed(self, control: TrainerControl) -> None:
+        """Begin a run where the one that it resumes was left, inside an epoch perhaps."""
         if self._resumed_from is None:
-            return None
+            return
         control.should_training_stop = self.state.global_step >= self.state.max_steps
         # An epoch that begins now draws its order from it. One that goes on has drawn its order.
         self._load_rng_state(self._resumed_from)
         if self._evaluation_due:
             self._make_up_for_evaluation()
-        return self._resumed_state.get("epoch_rng_state") if self.state.epoch % 1 else None
+        if self.state.epoch % 1:
+            self._state_of_next_epoch = self._resumed_state.get("epoch_rng_state")
 
     def _make_up_for_evaluation(self) -> None:
         """Evaluate now what was due when the run was stopped."""

@@ -57,14 +57,13 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
         """Before upstream's `__init__`."""
         on_tpu = self.backend.name in TPU_BACKENDS and tpu_chips() > 0
         self.preemption = Preemption(METADATA_URL if on_tpu else None, self.backend.processes)
-        self._resumption = Resumption(self._begin_resumed)
         # Where a checkpoint is written before it has its place.
         self._partial_dir: Path | None = None
         # Whether an evaluation is to be made up for when this run is resumed.
         self._evaluation_due = False
 
     def _add_saving_callbacks(self) -> None:
-        for callback in (self.preemption, self._resumption):
+        for callback in (self.preemption, Resumption(self._begin_resumed)):
             self.add_callback(callback)
         if isinstance(base := unwrap_peft_model(self.model), PreTrainedModel):
             # PEFT writes a card of its own, with these.
@@ -286,7 +285,7 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
             return
         rows = {"train_rows": len(self.train_dataset)} if has_length(self.train_dataset) else {}
         state = {
-            "epoch_rng_state": self._resumption.epoch_rng_state,
+            "epoch_rng_state": self._state_of_epoch,
             **rows,
             "seeds": self.seeds.count,
             **self.chips.batch_state(),
