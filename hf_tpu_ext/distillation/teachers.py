@@ -10,11 +10,9 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 from trl.trainer.utils import add_fused_lm_head
 
-from ..backends.base import Backend
 from ..errors import UserError
 from ..layers.batch_length import BatchLength
 from ..layers.chunked_head import head_computed_by
-from ..sharding.plan import place_model
 from .fused_head import Head
 from .losses import TopK
 
@@ -79,12 +77,11 @@ def check_answers_alone(model: nn.Module, longest: int, name: str) -> None:
 
 
 class OnlineTeacher:
-    """A frozen model that runs beside the student, in the same program, split over the same mesh."""
+    """A frozen model that runs beside the student, in the same program."""
 
-    def __init__(self, model: nn.Module, backend: Backend, mesh: dict[str, int], attention: str):
+    def __init__(self, model: nn.Module):
         self.model = model.eval().requires_grad_(False)
         add_fused_lm_head(model)
-        place_model(model, backend, mesh, attention)
 
     def __call__(self, student: nn.Module, inputs: dict[str, Any]) -> Head:
         return run_to_head(self.model, inputs)

@@ -115,7 +115,6 @@ class RewardsOnDevice(nn.Module):
         self._unregistered_model = (model,)
         self._length, self._score = length, score
         model.eval()
-        model.tie_weights()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, **others: Tensor) -> SimpleNamespace:
         (model,) = self._unregistered_model

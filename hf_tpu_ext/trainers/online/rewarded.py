@@ -18,7 +18,6 @@ from ...generation.generator import are_in_groups
 from ...layers.chunked_head import head_wrapped_by
 from ...layers.random_numbers import RandomNumbers
 from ...layers.shared_prompts import SharedPrompts, prompts_shared
-from ...sharding.plan import place_model
 from ...step.selected_rows import nanmax_of_all, nanmin_of_all, quantile_of_chosen
 from ...temporarily import temporarily
 from ..checks.upstream import upstream_names
@@ -69,7 +68,7 @@ class RewardedMixin(RolloutMixin):
                 self.reward_funcs[index] = RewardsOnDevice(
                     function, round_up_length(length + 16, 2 * length), partial(self._reward, kind, function)
                 )
-                place_model(function, self.backend, self.chips.mesh, self.adapted.attention)
+                self._place_beside(function)
 
     def _reward(self, kind: str, model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
         """The score of each row of a batch on the host, by a reward model on the device."""

@@ -15,15 +15,12 @@ from ...errors import UserError
 from ...generation.sampling import check_generation_config
 from ...temporarily import temporarily
 from ..checks.datasets import known_columns, named_datasets
+from ..checks.messages import ROWS_AT_ONCE
 from ..checks.rows import naming_rows
 from ..checks.upstream import checkpointing_left_on, upstream_behind, upstream_of
 from ..run.lengths import declare_lengths
 from ..run.text import TextGeneration
 from .checkpoints import OF_PROMPTS, RolloutCheckpoints
-
-
-# Rows of a dataset that are tokenized at once.
-_ROWS_AT_ONCE = 1000
 
 
 class RolloutMixin(RolloutCheckpoints):
@@ -108,7 +105,7 @@ class RolloutMixin(RolloutCheckpoints):
         return [*(bucket for bucket in buckets if bucket < declared_length), declared_length]
 
     def _prompt_lengths(self, dataset: datasets.Dataset) -> Iterator[int]:
-        for batch in dataset.with_format(None).select_columns(["prompt"]).iter(_ROWS_AT_ONCE):
+        for batch in dataset.with_format(None).select_columns(["prompt"]).iter(ROWS_AT_ONCE):
             # Images are refused.
             tokens, _, _ = self._tokenize_prompts(batch["prompt"])
             yield from map(len, tokens)

@@ -66,9 +66,8 @@ class DistillationMixin:
             self._check_top_k(unwrap_peft_model(self.model))
             self.teacher = anchor_teacher
         else:
-            self.teacher = OnlineTeacher(
-                self._load_teacher(args.kd_teacher), self.backend, self.chips.mesh, self.adapted.attention
-            )
+            self.teacher = OnlineTeacher(self._load_teacher(args.kd_teacher))
+            self._place_beside(self.teacher.model)
             if self.backend.static_shapes:
                 self.find_lengths_asked_for()
         if args.kd_cache is None:
