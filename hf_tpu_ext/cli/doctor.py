@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .. import __version__
-from ..errors import UserError
 from .json_output import json_output
 
 
@@ -45,8 +44,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Examine this machine, and return the exit status: `0` if everything passed, `1` if something failed."""
-    if args.json is not None and args.json.is_dir():
-        raise UserError(f"--json {args.json} is a directory. Give a file, for example --json doctor.json")
     with json_output(args.json) as write_json:
         checks, output = _examine(args)
         failed = any(check.status == "failed" for check in checks)

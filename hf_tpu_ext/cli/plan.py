@@ -17,7 +17,7 @@ from ..errors import UserError
 from ..examples.jsonl import write_splits
 from ..hardware.prices import read_prices
 from ..installing import install_command
-from .json_output import json_output
+from .json_output import json_output, why_not_made
 from .recipe import Recipe, load_recipe, with_underscores
 from .recipe_checks import NoSuchPath
 from .trl_scripts import SCRIPTS, take_command
@@ -97,8 +97,10 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if options.prices is not None:
         # Before the minutes that a plan takes.
         read_prices(options.prices)
-    if options.hlo is not None:
-        options.hlo.mkdir(parents=True, exist_ok=True)
+    if options.hlo is not None and (reason := why_not_made(options.hlo)) is not None:
+        raise UserError(
+            f"--hlo {options.hlo} cannot be written ({reason}). Give a directory of yours, for example --hlo graphs"
+        )
     return options, rest
 
 
@@ -163,6 +165,8 @@ def _run(argv: list[str], stop: _Stop) -> int:
     os.environ["PJRT_DEVICE"] = "CPU"
 
     # Imported here: PyTorch comes with it, and reads the environment.
+    from datasets import disable_progress_bars
+
     from ..backends.selection import select_tracing
     from ..hardware.prices import PRICES
     from ..plan.advice import advise, advise_besides, foresee
@@ -172,6 +176,8 @@ def _run(argv: list[str], stop: _Stop) -> int:
     from ..plan.search import search
     from ..plan.trace import trace_run
 
+    # A plan has bars of its own.
+    disable_progress_bars()
     hosts = topology.hosts if topology.num_hosts > 1 else ()
     backend = select_tracing(topology.num_chips, hosts, topology.chip)
     recipe.command_line["backend"] = backend.name

@@ -50,6 +50,7 @@ def make_plan(
         with tqdm(total=len(programs), desc=f"compiling for {topology.name}", unit="graph", disable=quiet) as bar:
             for program in compile_programs(programs, topology, jobs, stop):
                 if output_dir is not None:
+                    output_dir.mkdir(parents=True, exist_ok=True)
                     name = f"{program.kind.replace(' ', '_')}_{'x'.join(map(str, program.batch_shape))}.txt"
                     (output_dir / name).write_text(program.text, encoding="utf-8")
                 cost = measure_cost(program.text) if program.error is None else None

@@ -10,6 +10,8 @@ from .hlo_cost import Cost
 
 #: What stays on a chip between two programs, whether a program uses it or not.
 RESIDENT = ("weights", "optimizer state", "gradients")
+#: Name of the arguments of a program that the compiler refuses, which it does not tell apart.
+STATE_AND_BATCH = "weights, state and batch"
 #: Roles of further arguments, which only programs that generate have.
 OF_GENERATION = ("key-value cache", "copies of weights")
 
@@ -109,23 +111,33 @@ class CompiledProgram:
 
     @property
     def excess_bytes(self) -> int | None:
-        """By how much it does not fit, where the compiler says it."""
-        return self._read_bytes("Exceeded hbm capacity by")
+        """By how much it does not fit, where the compiler says it, with the state that it has not counted."""
+        said = self._read_bytes("Exceeded hbm capacity by")
+        return None if said is None else said + self.uncounted_bytes
+
+    @property
+    def uncounted_bytes(self) -> int:
+        """
+        Bytes of its state that are not in what the compiler says of a program that it refuses: where temporaries alone are too many,
+        it ends before it counts arguments, and says that they are 0B.
+        """
+        return sum(self.resident.values()) if self._read_bytes("arguments") == 0 else 0
 
     def _read_bytes(self, words: str) -> int | None:
         """The size that the compiler's error has after some words."""
-        match = re.search(rf"\b{words}\s+([\d.]+)([KMGT])", self.error or "")
-        return None if match is None else round(float(match[1]) * 2 ** (10 * " KMGT".index(match[2])))
+        match = re.search(rf"\b{words}\s+([\d.]+)([BKMGT])", self.error or "")
+        return None if match is None else round(float(match[1]) * 2 ** (10 * "BKMGT".index(match[2])))
 
     @property
     def parts(self) -> dict[str, int]:
         """
         Bytes of a chip's memory by what holds them, of this program alone, in the order of the page. Where the compiler refuses
-        the program, what it says of them, which may be nothing.
+        the program, what it says of them, which may be nothing, with the state that it has not counted.
         """
         if self.error is not None:
+            arguments = self._read_bytes("arguments")
             sizes = {
-                "weights, state and batch": self._read_bytes("arguments"),
+                STATE_AND_BATCH: None if arguments is None else arguments + self.uncounted_bytes,
                 "activations and code": self._read_bytes("program"),
             }
             return {name: num_bytes for name, num_bytes in sizes.items() if num_bytes is not None}

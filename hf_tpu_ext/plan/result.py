@@ -11,7 +11,7 @@ from ..step.train_step import MICRO_STEP, OPTIMIZER_STEP
 from ..trainers.online.rewarded import OF_EVALUATION
 from ..trainers.preference.reference_log_probs import REFERENCE_STEP
 from .hlo_cost import Cost
-from .programs import CompiledProgram, Generations, find_state
+from .programs import STATE_AND_BATCH, CompiledProgram, Generations, find_state
 
 
 @dataclass(frozen=True)
@@ -120,19 +120,30 @@ class Plan:
         """
         What a chip holds while a compiled program runs, in bytes, as [`CompiledProgram.parts`]: its own, what stays on the
         chip although this program does not use it (the optimizer's state during a micro-step), and the code of all
-        programs. While one runs that the compiler refuses, what it says.
+        programs. While one runs that the compiler refuses, what it says, with what stays besides.
         """
         if program.error is not None:
-            return program.parts
+            parts = program.parts
+            if STATE_AND_BATCH in parts:
+                parts[STATE_AND_BATCH] += self._unused_state(program)
+            return parts
         code = sum(other.memory["generated_code"] for other in self.compiled_programs)
         return program.parts | find_state(self.compiled_programs) | {"generated code": code}
+
+    def excess_bytes(self, program: CompiledProgram) -> int | None:
+        """By how much a program that the compiler refuses does not fit, where that is known."""
+        return None if program.excess_bytes is None else program.excess_bytes + self._unused_state(program)
+
+    def _unused_state(self, program: CompiledProgram) -> int:
+        """Bytes that stay on the chip although a program does not use them."""
+        return sum(find_state(self.programs).values()) - sum(program.resident.values())
 
     @property
     def largest(self) -> CompiledProgram | None:
         """The program during which a chip holds most, which is one that does not fit, if there is one; `None` if it is not known."""
         out_of_memory = [program for program in self.programs if program.out_of_memory]
         if out_of_memory:
-            return max(out_of_memory, key=lambda program: program.excess_bytes or 0)
+            return max(out_of_memory, key=lambda program: self.excess_bytes(program) or 0)
         if len(self.compiled_programs) < len(self.programs):
             return None
         return max(self.programs, key=lambda program: sum(self.parts(program).values()), default=None)
@@ -144,7 +155,7 @@ class Plan:
             return None
         if self.largest.error is None:
             return sum(self.parts(self.largest).values())
-        excess = self.largest.excess_bytes
+        excess = self.excess_bytes(self.largest)
         return None if excess is None else self.topology.chip.memory_bytes + excess
 
     @property

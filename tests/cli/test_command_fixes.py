@@ -279,6 +279,12 @@ def test_options_of_a_plan(options, fix):
     assert_fixes(lambda **options: plan._options(words(options)), options, fix)
 
 
+def test_graphs_of_a_plan_go_to_a_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    assert_fixes(lambda **options: plan._options(words(options)), {"hlo": "file"}, "for example --hlo graphs")
+
+
 def test_a_plan_needs_shapes(monkeypatch):
     for name in plan._OF_THE_MACHINE:
         # A plan removes them, and here they are to come back.
@@ -307,7 +313,7 @@ def test_a_file_of_the_doctor(tmp_path, monkeypatch):
     Path("file").touch()
     assert_fixes(check, {"json": "file/doctor.json"}, "for example --json found.json")
     assert json.loads(Path("found.json").read_text())["ok"]
-    assert_fixes(check, {"json": str(tmp_path)}, "for example --json doctor.json")
+    assert_fixes(check, {"json": str(tmp_path)}, "for example --json found.json")
 
 
 def test_each_recipe_that_a_message_lists_exists(tmp_path, monkeypatch):

@@ -185,8 +185,10 @@ BAD_INPUT = {
     "chips": (["--seq_lengths", "64", "--num_chips", "4"], ["num_chips=4", "8"]),
     "json": (
         ["--seq_lengths", "64", "--json", "/dev/null/plan.json"],
-        ["--json /dev/null/plan.json cannot be written"],
+        ["--json /dev/null/plan.json cannot be written (/dev/null: Not a directory)"],
     ),
+    "json_directory": (["--seq_lengths", "64", "--json", "{prepared}"], ["cannot be written (Is a directory)"]),
+    "hlo": (["--seq_lengths", "64", "--hlo", "/dev/null/graphs"], ["--hlo /dev/null/graphs cannot be written"]),
     "optimizer": (["--seq_lengths", "64", "--optim", "sgd"], ["not replayed"]),
     "jobs": (["--seq_lengths", "64", "--jobs", "0"], ["--jobs 0", "--jobs 2"]),
     "prices": (["--seq_lengths", "64", "--prices", "/nowhere/prices.json"], ["/nowhere/prices.json cannot be read"]),
@@ -233,7 +235,8 @@ def refused(prepared, tmp_path_factory):
     """Exit status and output of each case, and the directory where a plan or a run would be."""
     directory = tmp_path_factory.mktemp("refused")
     common = ["--model_name_or_path", str(prepared / "model"), "--max_length", "64"]
-    common += ["--output_dir", str(directory / "run"), "--json", str(directory / "plan.json")]
+    common += ["--output_dir", str(directory / "run"), "--json", str(directory / "not/there/plan.json")]
+    common += ["--hlo", str(directory / "graphs")]
     # As if another jax were installed.
     other = tmp_path_factory.mktemp("other")
     (other / "jax-0.4.1.dist-info").mkdir()

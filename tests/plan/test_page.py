@@ -20,6 +20,13 @@ OUT_OF_MEMORY = (
     "    global           144.5K\n    scoped            1.25M\n    HLO temp          3.36G (100.0% utilization)\n\n"
     "  Largest program allocations in hbm:\n\n  1. Size: 512.00M\n     Shape: bf16[16,2048,8192]{2,1,0:T(8,128)(2,1)}"
 )
+# And of the layers of a Qwen3 with 256 rows, whose temporaries alone are too many: 2.24 GB of weights and state are not counted.
+TEMPORARIES_ALONE = (
+    "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 21.29G of 15.75G hbm. "
+    "Exceeded hbm capacity by 5.54G.\n\nTotal hbm usage >= 21.54G:\n    reserved        258.00M \n    program          21.29G \n"
+    "    arguments            0B \n\nOutput size 0B; shares 0B with arguments.\n\nProgram hbm requirement 21.29G:\n"
+    "    global            32.5K\n    HLO temp         21.29G (100.0% utilization)"
+)
 # 2 s at 1.5 GHz, and 0.1 s.
 COST = Cost(3 * 10**9, 819 * 10**8, [Exchange("all-gather", 56, 3 * GB, 2 * GB)], [])
 
@@ -77,7 +84,8 @@ def test_parts_add_up():
 
 
 def test_what_the_compiler_refuses_does_not_fit():
-    refused = CompiledProgram("training step", (64, 1024), 3.0, OUT_OF_MEMORY)
+    arguments = program().arguments | MICRO_STEP.arguments
+    refused = CompiledProgram("training step", (64, 1024), 3.0, OUT_OF_MEMORY, arguments=arguments)
     # A program that fits beside it changes nothing.
     for planned in (plan(refused), plan(MICRO_STEP, refused, gradient_accumulation_steps=4)):
         assert planned.fits is False and planned.largest is refused
@@ -92,6 +100,33 @@ def test_what_the_compiler_refuses_does_not_fit():
             ("activations and code", "3.61 GB", 6),
         ]
         assert [words.strip() for words in bars[-1][-2:]] == ["23.39 GB", "of 16.91 GB: 138 %"]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "arguments", "excess", "parts"),
+    [
+        (TEMPORARIES_ALONE, "training step", {"weights": 3 * GB, "optimizer state": 6 * GB}, 5.54, (9 * GB, 21.29)),
+        # The optimizer's state stays, although a micro-step does not use it.
+        (TEMPORARIES_ALONE, "micro-step", {"weights": 3 * GB, "gradients": 3 * GB}, 5.54, (12 * GB, 21.29)),
+        (OUT_OF_MEMORY, "micro-step", {"weights": 3 * GB, "gradients": 3 * GB}, 6.03, (6 * GB, 3.36)),
+    ],
+)
+def test_state_that_the_compiler_does_not_count_is_in_the_peak(error, kind, arguments, excess, parts):
+    refused = CompiledProgram(kind, (64, 1024), 3.0, error, arguments=arguments)
+    other = program(arguments=program().arguments | {role: 3 * GB for role in arguments if role == "gradients"})
+    planned, (kept, activations) = plan(other, refused), parts
+    assert planned.largest is refused
+    assert planned.peak_bytes == planned.topology.chip.memory_bytes + round(excess * 2**30) + kept
+    said = round(18.42 * 2**30) if error is OUT_OF_MEMORY else 0
+    assert planned.parts(refused) == {
+        "weights, state and batch": said + kept,
+        "activations and code": round(activations * 2**30),
+    }
+    assert sum(planned.parts(refused).values()) == pytest.approx(planned.peak_bytes, abs=2**24)
+    is_told = (
+        f"it counts no arguments, and the peak has {sum(arguments.values()) // GB}.00 GB of weights and state besides"
+    )
+    assert (is_told in " ".join(render(planned).split())) == (error is TEMPORARIES_ALONE)
 
 
 def test_another_program_is_not_shown_in_place_of_one_that_does_not_fit():
