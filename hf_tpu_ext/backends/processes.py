@@ -78,8 +78,8 @@ class Processes:
         """Raise the error of this process, or one that names what happened in another. Without any, nothing happens."""
         self.exchange(what, error=error)
 
-    def note_sent(self, data: Any) -> None:
-        """Add what is sent to the chips of this process to the checksum."""
+    def note_sent(self, tensors: Sequence[Tensor]) -> None:
+        """Add tensors of the host that are sent to the chips of this process to the checksum."""
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:

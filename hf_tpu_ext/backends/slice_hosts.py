@@ -7,14 +7,13 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch.distributed import DistError, TCPStore
-from torch.utils._pytree import tree_leaves
 
 from ..errors import UserError
 from .processes import HostsDisagree, Processes, bytes_of
@@ -168,10 +167,9 @@ class SliceHosts(Processes):
                 )
             time.sleep(min(0.05, seconds / 4))
 
-    def note_sent(self, data: Any) -> None:
-        for tensor in tree_leaves(data):
-            if isinstance(tensor, torch.Tensor):
-                self.checksum = zlib.crc32(bytes_of(tensor), self.checksum)
+    def note_sent(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            self.checksum = zlib.crc32(bytes_of(tensor), self.checksum)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:

@@ -23,7 +23,7 @@ from ..errors import UserError
 from .shared_prompts import attend_each_row, mask_each_row
 from .sliced_attention import SLICE_ELEMENTS, sliced_attention
 from .splash_attention import splash_attention, why_no_splash
-from .static_kernels import is_of_user
+from .static_kernels import find_transformers_model, is_of_user
 from .token_mask import TokenMask, make_token_mask
 
 
@@ -72,17 +72,16 @@ def choose_attention(model: nn.Module, backend: Backend, setting: str = "auto") 
     for name, function in _IMPLEMENTATIONS.items():
         AttentionInterface.register(name, partial(attend_each_row, partial(function, backend)))
         AttentionMaskInterface.register(name, eager_mask)
-    model = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
-    if isinstance(model, PreTrainedModel) and is_of_user(
-        AttentionInterface(), own := model.config._attn_implementation
-    ):
+    model = find_transformers_model(model) or model
+    is_known = isinstance(model, PreTrainedModel)
+    if is_known and is_of_user(AttentionInterface(), own := model.config._attn_implementation):
         if setting != "auto":
             raise UserError(
                 f"attention={setting!r} does not go together with the attention {own!r}, which is registered by your own code and "
                 "which the model was loaded with. Leave out one of the two."
             )
         return own
-    if isinstance(model, PreTrainedModel) and (kinds := _kinds_of_layers(model) - _PLAIN_LAYERS - _STATEFUL_LAYERS):
+    if is_known and (kinds := _kinds_of_layers(model) - _PLAIN_LAYERS - _STATEFUL_LAYERS):
         if setting != "auto":
             raise UserError(
                 f"attention={setting!r} is not possible: layers of {type(model).__name__} are of the kind {', '.join(sorted(kinds))}, "
@@ -92,7 +91,7 @@ def choose_attention(model: nn.Module, backend: Backend, setting: str = "auto") 
     # The kernel is for TPU. Elsewhere it is interpreted, which is slow.
     wants_splash = setting == "splash" or (setting == "auto" and backend.kernels.platform == "tpu")
     # Such models take masks that are no tensors, and so do not look into them.
-    opaque = isinstance(model, PreTrainedModel) and model._supports_flex_attn
+    opaque = is_known and model._supports_flex_attn
     reason = None if opaque else f"code of {type(model).__name__} may look into masks"
     name = _SLICED if reason is None else _SLICED_EAGER
     if wants_splash:

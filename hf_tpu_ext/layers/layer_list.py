@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .static_kernels import find_transformers_model
 
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -86,7 +87,7 @@ def find_layers(model: nn.Module) -> tuple[nn.Module, str] | None:
     Find the module that has the layers of a model, and under which name, if there is one list of layers. Of a model of text and
     images, it is that of the text.
     """
-    whole = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    whole = find_transformers_model(model)
     if (
         whole is not None
         and whole.config.get_text_config() is not whole.config

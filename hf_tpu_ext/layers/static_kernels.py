@@ -20,6 +20,11 @@ from transformers.utils.generic import GeneralInterface
 from ..temporarily import temporarily
 
 
+def find_transformers_model(model: nn.Module) -> PreTrainedModel | None:
+    """The model of transformers that a model is, or that is inside of it, as in a [`~peft.PeftModel`]; `None` if there is none."""
+    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+
+
 def is_of_user(interface: GeneralInterface, name: str | None) -> bool:
     """Whether code outside transformers and this package has registered a name: what it computes may be something of its own."""
     function = interface.get(name)
@@ -38,13 +43,13 @@ def use_static_kernels(model: nn.Module, attention: str | None = "eager") -> Non
     sorts tokens by expert, with sizes that change with the data. Experts that the user has registered are kept.
     """
     use_static_code(model)
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            if attention is not None:
-                module.set_attn_implementation(attention)
-            if not is_of_user(ExpertsInterface(), module.config._experts_implementation):
-                module.set_experts_implementation("batched_mm")
-            return
+    found = find_transformers_model(model)
+    if found is None:
+        return
+    if attention is not None:
+        found.set_attn_implementation(attention)
+    if not is_of_user(ExpertsInterface(), found.config._experts_implementation):
+        found.set_experts_implementation("batched_mm")
 
 
 def use_static_code(model: nn.Module) -> None:

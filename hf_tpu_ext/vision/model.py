@@ -12,6 +12,7 @@ from ..backends.base import Backend
 from ..layers.attention import has_kernel
 from ..layers.sliced_attention import sliced_attention
 from ..layers.splash_attention import splash_attention
+from ..layers.static_kernels import find_transformers_model
 from ..layers.token_mask import TokenMask
 from .families import FAMILIES, PIXELS, ImageFamily, Patches
 
@@ -23,7 +24,7 @@ _SEGMENTS = "flash_by_segments"
 
 def find_base(model: nn.Module) -> PreTrainedModel | None:
     """The part of a model that takes images, if it is of a family of [`FAMILIES`]; in wrappers such as [`~peft.PeftModel`], too."""
-    whole = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    whole = find_transformers_model(model)
     return whole.base_model if whole is not None and whole.config.model_type in FAMILIES else None
 
 
