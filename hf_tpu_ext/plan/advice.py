@@ -134,7 +134,10 @@ def _changes_of_state(state: Mapping[str, int], topology: Topology, run: Run, ne
     share = run.mesh.get("fsdp", 1) / topology.num_chips
     found = []
     if share < 1:
-        found.append(("mesh: fsdp", ", which shards weights and optimizer state over the chips", total * (1 - share)))
+        # Where weights were whole on a chip, those of a layer are gathered to compute with them.
+        gathered = run.layer_bytes if run.mesh.get("fsdp", 1) == 1 else 0
+        effect = ", which shards weights and optimizer state over the chips"
+        found.append(("mesh: fsdp", effect, total * (1 - share) - gathered))
     of_reference = run.reference_share * weights
     if of_reference:
         effect = ", which runs the reference once, before training, and drops its copy of the weights"
@@ -148,13 +151,13 @@ def _changes_of_state(state: Mapping[str, int], topology: Topology, run: Run, ne
         found.append(("load_in_4bit: true", " (QLoRA), for the frozen weights", weights * _SAVED_BY_4_BITS))
     if run.trains_in_float32:
         found.append((_BFLOAT16, _HALVES, total / 2))
-    return [_Change(setting, effect, [saved] * needs) for setting, effect, saved in found]
+    return [_Change(setting, effect, [saved] * needs) for setting, effect, saved in found if saved > 0]
 
 
 def _changes_of_rows(needs: Sequence[_Need], run: Run, kept: float) -> list[_Change]:
     """
     Smaller batches of the programs that do not fit: as large as what they need leaves, or, where one row is too many, as large as
-    it leaves when what a chip keeps is `kept` less.
+    it leaves when what a chip keeps is `kept` less. Sums of gradients that a chip has to keep for it are taken into account.
     """
     changes = []
     evaluates = {
@@ -173,8 +176,10 @@ def _changes_of_rows(needs: Sequence[_Need], run: Run, kept: float) -> list[_Cha
             saved = [need.activations if need in of_these else 0 for need in needs]
             changes.append(_Change("a smaller max_length", "", saved))
             continue
-        fewer = _fewer_rows(of_these, rows, 0) or _fewer_rows(of_these, rows, kept) or 1
-        saved = [need.activations * (rows - fewer) / rows if need in of_these else 0 for need in needs]
+        # What is one micro-step now has several then, and sums of gradients to keep.
+        sums = 0 if is_evaluation or run.gradient_accumulation_steps > 1 else run.trained_bytes
+        fewer = _fewer_rows(of_these, rows, -sums) or _fewer_rows(of_these, rows, kept - sums) or 1
+        saved = [max(0, need.activations * (rows - fewer) / rows - sums) if need in of_these else 0 for need in needs]
         effect = "" if is_evaluation else f", with {rows // fewer} times the gradient_accumulation_steps"
         changes.append(_Change(f"{setting}: {fewer}", effect, saved))
     return changes

@@ -17,6 +17,7 @@ from transformers.quantizers.auto import get_hf_quantizer
 from ..callbacks.samples import ShowSamples
 from ..errors import UserError
 from ..layers.attention import is_sliced
+from ..layers.layer_list import find_layers
 from ..quantization.packed_linear import count_parameters, names_of_packed
 from ..step.train_step import MICRO_STEP, OPTIMIZER_STEP
 from ..trainers.configs import ExtensionArguments
@@ -54,6 +55,8 @@ class Run:
         pairs (`bool`): Whether a row is a pair of sequences.
         other_parameters (`int`): Parameters of models beside the trained one: a reference, a teacher.
         reference_share (`float`): Share of the weights that are a reference whose log-probabilities could be precomputed.
+        trained_bytes (`int`): Bytes that the trained weights take of a chip, and so would the sums of their gradients.
+        layer_bytes (`int`): Bytes of the weights of the largest layer, as a chip computes with them.
     """
 
     config: PreTrainedConfig
@@ -78,6 +81,8 @@ class Run:
     pairs: bool = False
     other_parameters: int = 0
     reference_share: float = 0.0
+    trained_bytes: int = 0
+    layer_bytes: int = 0
 
     @property
     def settings(self) -> dict[str, str]:
@@ -129,6 +134,8 @@ class TracingMixin(EveryLengthMixin):
             `ValueError`: The steps of this run are not replayed, or its rows are not tokens.
         """
         self._num_rows = None if self._train_lengths is None else len(self._train_lengths)
+        # Layers that run as a loop do not have their weights any more.
+        self._layer_bytes = _largest_layer_bytes(self.model)
         self.pop_callback(ShowSamples)
         bar = tqdm(desc="tracing", unit="graph", disable=self.args.disable_tqdm)
         with bar as self._bar:
@@ -174,6 +181,8 @@ class TracingMixin(EveryLengthMixin):
             pairs=facts.pairs,
             other_parameters=sum(count_parameters(model)[0] for model in others),
             reference_share=_num_bytes(reference) / all_weights if could_precompute else 0.0,
+            trained_bytes=max(program.updated_weight_bytes for program in self._traced_programs.values()),
+            layer_bytes=self._layer_bytes,
         )
 
     def prepare_reward(self, function: Callable, name: str) -> Callable:
@@ -241,6 +250,14 @@ class TracingMixin(EveryLengthMixin):
 
 def _num_bytes(model: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def _largest_layer_bytes(model: nn.Module) -> int:
+    """Bytes of the weights of the largest layer, at most 2 of each; `0` where a model has no list of layers, or several."""
+    if (place := find_layers(model)) is None:
+        return 0
+    layers = getattr(*place)
+    return max(sum(min(weight.nbytes, 2 * weight.numel()) for weight in layer.parameters()) for layer in layers)
 
 
 def trace_run(train: Callable[[Callable[[type], type]], Any]) -> tuple[list[TracedProgram], Run]:

@@ -120,6 +120,34 @@ def test_as_many_rows_as_fit(activations, setting):
     assert settings(advise(planned, one)) == ["a smaller max_length"]
 
 
+def test_sums_of_gradients_that_smaller_batches_need_are_subtracted():
+    """With one micro-step there are none."""
+    own = replace(FULL, mesh={"data": 1, "fsdp": 8}, trains_in_float32=False, trained_bytes=5 * GB)
+    planned = plan(program("training step", {"weights": 2, "optimizer state": 2}, 20))
+    rows = next(line for line in advise(planned, own) if line.startswith("per_device"))
+    assert rows.startswith("per_device_train_batch_size: 2") and rows.endswith("(at most 10.00 GB less)")
+    rows = next(line for line in advise(planned, replace(own, gradient_accumulation_steps=1)) if "per_device" in line)
+    # 7.1 GB are missing, which half of the rows no longer leave.
+    assert rows.startswith("per_device_train_batch_size: 1") and rows.endswith("(at most 10.00 GB less)")
+    # Sums that take more than the rows leave are no advice.
+    more = replace(own, gradient_accumulation_steps=1, trained_bytes=16 * GB)
+    assert not [line for line in advise(planned, more) if line.startswith("per_device")]
+    # Evaluations have no gradients.
+    planned = plan(program("evaluation step", {"weights": 2}, 20))
+    assert "per_device_eval_batch_size: 4 (at most 10.00 GB less)" in advise(planned, more)
+
+
+def test_a_layer_that_shards_are_gathered_to_is_subtracted():
+    planned = plan(program("training step", {"weights": 16}, 2))
+    (mesh,) = (line for line in advise(planned, replace(LORA, layer_bytes=GB)) if line.startswith("mesh"))
+    # In all, 14 GB are on other chips then.
+    assert mesh.endswith("(at most 13.00 GB less)")
+    in_part = replace(LORA, layer_bytes=GB, mesh={"data": 2, "fsdp": 4})
+    (mesh,) = (line for line in advise(planned, in_part) if line.startswith("mesh"))
+    assert mesh.endswith("(at most 8.00 GB less)")
+    assert not [line for line in advise(planned, replace(LORA, layer_bytes=14 * GB)) if line.startswith("mesh")]
+
+
 def test_an_evaluation_that_does_not_fit_has_a_batch_size_of_its_own():
     split = replace(LORA, mesh={"data": 1, "fsdp": 8})
     planned = plan(program("training step", {"weights": 2}, 10), program("evaluation step", {"weights": 2}, 20))
@@ -167,6 +195,16 @@ def test_after_a_search_that_found_nothing_what_it_does_not_try_is_left():
     assert settings(advise_besides(planned, LORA)) == ["load_in_4bit: true"]
     assert settings(advise_besides(planned, FULL)) == ["use_peft: true", "dtype: bfloat16"]
     assert advise_besides(replace(planned, trials=[Trial({}, True)]), LORA) == []
+
+
+def test_the_sums_of_gradients_are_as_large_as_the_weights_that_a_step_updates():
+    sharding = "{devices=[8,1]0,1,2,3,4,5,6,7}"
+    arguments = [
+        Argument("weights", 16 * GB, True, sharding),
+        Argument("weights", 3 * GB, False),
+        Argument("optimizer state", GB, True),
+    ]
+    assert TracedProgram("training step", (32, 1024), b"", arguments, 8).updated_weight_bytes == 2 * GB
 
 
 def traced(sharding):

@@ -103,4 +103,8 @@ def test_traced_for_a_plan_is_what_is_trained(programs, settings):
 
 def test_a_plan_takes_no_memory_for_weights_gradients_or_moments(programs):
     settings = {"model": "wide", "chips": 8, "gradient_accumulation_steps": 2, "ema_decay": 0.9, "bf16": True}
-    assert programs("trace", settings)["bytes"] < 2**28
+    traced = programs("trace", settings)
+    assert traced["bytes"] < 2**28
+    # Of a layer, a chip computes with bfloat16.
+    of_layer = 4 * 256 * 32 * 32 + 3 * 256 * 64 + 2 * 256 + 2 * 32
+    assert traced["sizes"] == {"trained": 4 * (2**19 * 256 + 2 * of_layer + 256), "layer": 2 * of_layer}

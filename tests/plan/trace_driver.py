@@ -80,7 +80,7 @@ if how == "train":
 
     xla_programs.XLAPrograms.hash_traced = note_and_hash
     train()
-    beside = [{}] * len(texts)
+    beside, sizes = [{}] * len(texts), {}
 else:
     write_module = torch_xla._XLAC._get_xla_tensors_hlo_proto
 
@@ -89,7 +89,8 @@ else:
         return write_module(results)
 
     torch_xla._XLAC._get_xla_tensors_hlo_proto = note_and_write
-    programs, _ = trace_run(train)
+    programs, run = trace_run(train)
+    sizes = {"trained": run.trained_bytes, "layer": run.layer_bytes}
     donated = [
         [index for index, argument in enumerate(program.arguments) if argument.is_donated] for program in programs
     ]
@@ -116,4 +117,4 @@ def take_out_shardings(text, beside):
 
 taken = [take_out_shardings(text, noted) for text, noted in zip(texts, beside, strict=True)]
 num_bytes = peak_of_process() - before - max(0, of_files() - of_files_before)
-Path(output).write_text(json.dumps({"programs": taken, "donated": donated, "bytes": num_bytes}))
+Path(output).write_text(json.dumps({"programs": taken, "donated": donated, "bytes": num_bytes, "sizes": sizes}))
