@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -151,7 +151,18 @@ def run(argv: list[str]) -> int:
 def _run(argv: list[str], stop: _Stop) -> int:
     command, title, rest = take_command("plan", argv)
     options, rest = _options(rest)
+    with json_output(options.json) as write_json:
+        return _plan(command, title, options, rest, stop, write_json)
 
+
+def _plan(
+    command: str,
+    title: str,
+    options: argparse.Namespace,
+    rest: list[str],
+    stop: _Stop,
+    write_json: Callable[[str], None],
+) -> int:
     from ..hardware.topologies import find_topology
 
     topology = find_topology(options.topology)
@@ -181,7 +192,7 @@ def _run(argv: list[str], stop: _Stop) -> int:
     hosts = topology.hosts if topology.num_hosts > 1 else ()
     backend = select_tracing(topology.num_chips, hosts, topology.chip)
     recipe.command_line["backend"] = backend.name
-    with tempfile.TemporaryDirectory() as directory, json_output(options.json) as write_json:
+    with tempfile.TemporaryDirectory() as directory:
         if options.seq_lengths:
             recipe = _with_synthetic_rows(recipe, command, Path(directory), options.seq_lengths)
         elif "dataset_name" not in recipe and "datasets" not in recipe and not recipe.asks_for_help:
