@@ -71,6 +71,8 @@ class Operation:
     place: SourceLine | None = field(default=None, compare=False)
     #: A hash of the operation and of all that it is computed from, whichever parameters of the program these are.
     structure: int = field(default=0, compare=False)
+    #: As `structure`, with the same in the place of each number and of what is computed from numbers alone, which is 0.
+    form: int = field(default=0, compare=False)
     #: Numbers that it takes which are parameters of the program, by their names in there.
     numbers: tuple[str, ...] = field(default=(), compare=False)
 

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from operator import attrgetter
 
 from ..backends.compiled_function import ShapeAndDtype
 from ..backends.insight import FOLDED_NUMBERS, Operation, SourceLine
@@ -125,10 +126,15 @@ def compare_operations(
     if (equal_numbers := _compare_numbers(before, after, when)) is not None:
         return equal_numbers
     old, new = pairs[index]
+    is_number = old is not None and new is not None and {old.name, new.name} <= _TAKEN and old.shape == new.shape
     is_new = len(after) >= len(before)
     operation = _operation_at(index, *((after, before) if is_new else (before, after)))
-    operator = operation.operator or operation.name
-    places = [one.place for one in (new, old, operation) if one is not None and one.place is not None]
+    if is_number and (found := _operator_of_one(before, after)) is not None:
+        # A branch may take other numbers, too.
+        is_number, (is_new, operation) = False, found
+    operator = _operator(operation)
+    involved = (new, old, operation) if is_number else (operation, new, old)
+    places = [one.place for one in involved if one is not None and one.place is not None]
     # Where a mode has handed an operator on, torch_xla records the line of the mode; of `tensor ** number`, a line of PyTorch.
     libraries = ("torch", "torch_xla")
     places = [
@@ -137,20 +143,19 @@ def compare_operations(
     where = f" [{describe_line(places[0])}]" if places else ""
     if not places and (own_code := find_own_code()):
         where = f", in {own_code}"
-    if old is not None and new is not None:
-        if {old.name, new.name} <= _TAKEN and old.shape == new.shape:
-            numbers = [_number(each) for each in (old, new)]
-            return Cause(
-                f"a scalar of the graph was {numbers[0]}{when}, is {numbers[1]}"
-                f"{'' if places else f' (an argument of `{operator}`)'}{where}",
-                f"torch_xla folds {FOLDED_NUMBERS} and non-tensor arguments into the graph: send the value as a tensor, "
-                "trainer.backend.send(torch.tensor(value)), or keep it constant.",
-            )
-        if old.name == new.name and old.name not in _TAKEN:
-            return Cause(
-                f"`{old.name}` was {_describe(old)}{when}, is {_describe(new)}{where}",
-                "Keep shapes and slice bounds the same at every step: mask instead of slicing.",
-            )
+    if is_number:
+        numbers = [_number(each) for each in (old, new)]
+        return Cause(
+            f"a scalar of the graph was {numbers[0]}{when}, is {numbers[1]}"
+            f"{'' if places else f' (an argument of `{operator}`)'}{where}",
+            f"torch_xla folds {FOLDED_NUMBERS} and non-tensor arguments into the graph: send the value as a tensor, "
+            "trainer.backend.send(torch.tensor(value)), or keep it constant.",
+        )
+    if old is not None and new is not None and old.name == new.name and old.name not in _TAKEN:
+        return Cause(
+            f"`{old.name}` was {_describe(old)}{when}, is {_describe(new)}{where}",
+            "Keep shapes and slice bounds the same at every step: mask instead of slicing.",
+        )
     what = f"`{operator}` of {operation.shape}"
     words = (
         f"the step computes {what}, and did not{when}" if is_new else f"the step computed {what}{when}, and does not"
@@ -170,6 +175,34 @@ def _operation_at(index: int, program: Sequence[Operation], other: Sequence[Oper
         later = (each for each in program[index:] if each.name not in _TAKEN and each.structure not in known)
         found = next(later, found)
     return found
+
+
+def _operator_of_one(before: Sequence[Operation], after: Sequence[Operation]) -> tuple[bool, Operation] | None:
+    """
+    The first operation that only one of two programs has, whatever numbers it takes, and whether that is the later program; an operator
+    that only one has comes first. `None` where the same operation takes another number.
+    """
+    old, new = ([each for each in program if each.name not in _TAKEN] for program in (before, after))
+    if (found := _only_in_one(old, new, _operator)) is not None:
+        return found
+    # What follows from another number, as the gradient of a power, is no branch.
+    forms = [{each.structure: each.form for each in program if each.form} for program in (old, new)]
+    gone, came = ({form for key, form in forms[i].items() if key not in forms[1 - i]} for i in (0, 1))
+    return None if gone & came else _only_in_one(old, new, attrgetter("form"))
+
+
+def _only_in_one(
+    old: Sequence[Operation], new: Sequence[Operation], key: Callable[[Operation], Hashable]
+) -> tuple[bool, Operation] | None:
+    for is_new, program, other in ((True, new, old), (False, old, new)):
+        known = set(map(key, other))
+        if (found := next((each for each in program if key(each) not in known), None)) is not None:
+            return is_new, found
+    return None
+
+
+def _operator(operation: Operation) -> str:
+    return operation.operator or operation.name
 
 
 def _compare_numbers(before: Sequence[Operation], after: Sequence[Operation], when: str) -> Cause | None:

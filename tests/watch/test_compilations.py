@@ -255,6 +255,18 @@ def test_a_python_number_that_becomes_a_constant(train, lines):
     assert "trainer.backend.send(torch.tensor(value))" in lines()[0]
 
 
+def test_an_exponent_whose_gradient_is_computed_otherwise(train):
+    class Raises(TPUTrainer):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs).pow(self.state.global_step)
+
+    number = line_of(Raises, "pow(")
+    assert causes(train(Raises, max_steps=3)) == [
+        (2, f"a scalar of the graph was 0, is 1 [{number}]"),
+        (3, f"a scalar of the graph was 1, is 2 [{number}]"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("numbers", "step", "words"),
     [
@@ -298,20 +310,41 @@ def test_what_each_step_changes_is_no_cause(train):
     ]
 
 
-def test_a_branch(train):
+@pytest.mark.parametrize(
+    ("first", "then", "words", "at"),
+    [
+        (
+            lambda loss, model: loss,
+            lambda loss, model: loss + model.head.weight.square().sum(),
+            "the step computes `aten::pow` of f32[16,",
+            "square",
+        ),
+        # A line of the model is not that of the branch.
+        (lambda loss, model: loss.pow(2), lambda loss, model: loss.tanh(), "the step computes `aten::tanh`", "tanh"),
+        # Each takes a number, too.
+        (
+            lambda loss, model: loss.sigmoid() * 0.5,
+            lambda loss, model: loss.exp() + 1,
+            "the step computes `aten::exp`",
+            "exp()",
+        ),
+        (
+            lambda loss, model: loss.pow(3),
+            lambda loss, model: loss.pow(2).tanh(),
+            "the step computes `aten::tanh`",
+            "tanh",
+        ),
+    ],
+    ids=["pow", "pow or tanh", "with numbers", "with another exponent"],
+)
+def test_a_branch(train, first, then, words, at):
     class Branches(TPUTrainer):
         def compute_loss(self, model, *args, **kwargs):
             loss = super().compute_loss(model, *args, **kwargs)
-            if self.state.global_step >= 4:
-                loss = loss + model.head.weight.square().sum()
-            return loss
+            return (then if self.state.global_step >= 2 else first)(loss, model)
 
-    ((step, cause),) = causes(train(Branches))
-    assert (
-        step == 5
-        and cause.startswith("the step computes `aten::pow` of f32[16,")
-        and cause.endswith(f"[{line_of(Branches, 'square')}]")
-    )
+    ((step, cause),) = causes(train(Branches, max_steps=4))
+    assert step == 3 and cause.startswith(words) and cause.endswith(f"[{line_of(then, at)}]")
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "sgd"])

@@ -33,6 +33,8 @@ _OPERATOR = re.compile(r'op_type="([^"]*)"')
 _PLACE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 _LAYOUT = re.compile(r"(?<=\])\{[\d,]*\}")
 _NAME = re.compile(r"%[\w.\-]+")
+# The form of a number, and of what is computed from numbers alone.
+_NUMBER = 0
 # An operator that reads one number. torch_xla counts it among those that it has none of.
 _READS_A_NUMBER = "aten::_local_scalar_dense"
 
@@ -146,7 +148,7 @@ class XLAInsight(Insight):
 
 def _read_operations(text: str) -> list[Operation]:
     matches = filter(None, map(_OPERATION.match, text.splitlines()))
-    operations, structures, numbers = [], {}, set()
+    operations, structures, forms, numbers = [], {}, {}, set()
     for match in sorted(matches, key=lambda match: int(match["number"] or 0)):
         name, shape = match["name"], _LAYOUT.sub("", match["shape"])
         rest, _, metadata = match["rest"].partition(", metadata={")
@@ -155,11 +157,14 @@ def _read_operations(text: str) -> list[Operation]:
         details = rest.removesuffix(")") if name == "constant" else _NAME.sub("", attributes)
         operands = _NAME.findall(arguments)
         structure = structures[match["label"]] = hash((name, shape, details, *map(structures.get, operands)))
-        if name == "parameter" and shape.endswith("[]"):
+        of_operands = [forms.get(operand) for operand in operands]
+        is_number = shape.endswith("[]") if name in ("constant", "parameter") else {*of_operands} == {_NUMBER}
+        form = forms[match["label"]] = _NUMBER if is_number else hash((name, shape, details, *of_operands))
+        if name == "parameter" and is_number:
             numbers.add(match["label"])
         operator, place = _OPERATOR.search(metadata), _PLACE.search(metadata)
         operator_name = "" if operator is None else operator[1].replace("__", "::", 1)
         line = None if place is None else SourceLine(place[1], int(place[2]))
         taken = tuple(filter(numbers.__contains__, operands))
-        operations.append(Operation(name, shape, details, operator_name, line, structure, taken))
+        operations.append(Operation(name, shape, details, operator_name, line, structure, form, taken))
     return operations
