@@ -32,6 +32,9 @@ _MOST_COMPARED = 8
 # Steps whose programs are listed after a recompile that nothing but their difference explains, and before the first where steps are
 # traced.
 _COMPARED_STEPS, _FIRST_RUNS = 8, 2
+# Where the trainer runs what was recorded and not run yet, which callbacks may have left. So many such graphs are no recompiles: a buffer
+# that is filled with 0 and later with 1 is two.
+_RUN_WHAT_IS_LEFT, _MOST_LEFT = {"training_step", "_read_train_metrics"}, 8
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ class ProgramWatch:
             Notes what Python may read. What it returns says what has changed since.
         find_own_code (`Callable[[], str]`, *optional*):
             Names code of the user's that runs within a step; empty where there is none.
+        find_callbacks (`Callable[[], str]`, *optional*): Names the user's callbacks.
         find_results (`Callable[[], list[torch.Tensor]]`, *optional*):
             Lists tensors that the program about to end computes; none if it is not one of training.
         max_recompiles (`int`, *optional*): How many programs may be compiled again.
@@ -118,6 +122,7 @@ class ProgramWatch:
         find_batch_source: Callable[[], str] = lambda: "the data collator",
         note_python: Callable[[], Callable[[], str | None]] | None = None,
         find_own_code: Callable[[], str] = str,
+        find_callbacks: Callable[[], str] = str,
         find_results: Callable[[], list[torch.Tensor]] = list,
         max_recompiles: int | None = None,
     ):
@@ -125,11 +130,12 @@ class ProgramWatch:
         self._quiet, self._bars = quiet, bars
         self._find_dependencies, self._find_batch_source = find_dependencies, find_batch_source
         self._note_python, self._find_own_code = note_python, find_own_code
-        self._find_results = find_results
+        self._find_callbacks, self._find_results = find_callbacks, find_results
         self._max_recompiles = max_recompiles
         self._histories: dict[Hashable, _ProgramHistory] = {}
-        # Programs that are compiled outside of the trainer's own, by the line that asks for their results.
+        # Programs that are compiled outside of the trainer's own, by the line that asks for their results, and those without one.
         self._others: dict[str, _ProgramHistory] = {}
+        self._left = _ProgramHistory()
         self._spent = backend.counters()
         self._compiles = backend.compiles()
         self._compare = 0
@@ -265,7 +271,15 @@ class ProgramWatch:
             if library is not None and package_of(library.file) in OF_MODELS:
                 self._library_cut = library
             # A log, the first state of the optimizer, samples: what a run does once or at every log.
-            self._note_event("other graph", (), None, seconds)
+            cause, functions = None, {frame.function for frame in frames}
+            if "flush" in functions and not functions.isdisjoint(_RUN_WHAT_IS_LEFT):
+                self._left.runs += 1
+                if self._left.runs > _MOST_LEFT and (callbacks := self._find_callbacks()):
+                    advice = "Keep the shapes and Python numbers of what it computes on the device the same, or compute on the host."
+                    cause = Cause(f"code between steps compiles another graph (callbacks: {callbacks})", advice)
+            self._note_event("other graph", (), cause, seconds)
+            again = f"recompilation outside of the training steps ({seconds:.1f} s, number {self._left.runs} there)"
+            self._warn(self._left, f"step {self.step}: {again}", cause)
             return
         if in_step:
             self._cut = line

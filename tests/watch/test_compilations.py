@@ -451,6 +451,31 @@ def test_max_recompiles(train):
     assert train(callbacks=[AtStep(rescale)], max_recompiles=1).watch.recompiles == 1
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize("logging_steps", [1, 100])
+def test_max_recompiles_counts_what_callbacks_leave_unread(train, logging_steps):
+    """The trainer computes it, where a log is read or before the next step."""
+
+    class Keeps(TrainerCallback):
+        def on_step_end(self, args, state, control, model, **kwargs):
+            self.kept = model.head.weight.sum() * torch.ones(self.length(state.global_step), device="xla").cumsum(0)
+
+        def length(self, step):
+            return 2 + step
+
+    class Pads(Keeps):
+        def length(self, step):
+            return 2
+
+    config = dict(max_steps=12, logging_steps=logging_steps, max_recompiles=0)
+    place = line_of(Keeps, "class Keeps")
+    with pytest.raises(
+        TooManyRecompiles, match=rf"another graph \(callbacks: Keeps, {place}\)\. Keep the shapes.*max_recompiles=0"
+    ):
+        train(callbacks=[Keeps()], **config)
+    assert train(callbacks=[Pads()], **config).watch.recompiles == 0
+
+
 def test_a_negative_limit_is_refused(tmp_path):
     with pytest.raises(ValueError, match="max_recompiles=-1 is negative. Set it to 0 to allow none"):
         TPUTrainingArguments(str(tmp_path), max_recompiles=-1)

@@ -44,6 +44,7 @@ class WatchMixin:
             find_batch_source=self._name_collator,
             note_python=self._note_python if self.backend.static_shapes else None,
             find_own_code=self._name_own_code,
+            find_callbacks=lambda: self.describe_own_code().get("callbacks", ""),
             find_results=self._results_of_step,
             max_recompiles=max_recompiles,
         )
