@@ -1,5 +1,6 @@
 """One object begins and ends each step, and everybody else finds it ended."""
 
+import re
 from itertools import pairwise
 
 import pytest
@@ -8,6 +9,7 @@ from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
+from hf_tpu_ext.errors import UserError
 
 
 class ReadsAtTheEnd(TrainerCallback):
@@ -191,3 +193,46 @@ def test_a_number_of_a_loss_is_that_of_its_step_and_evaluation_on_any_device(run
             weight = ours["step"] + (name == "eval_loss")
             assert ours[name] == pytest.approx(theirs[name] * weight, rel=1e-5)
     assert use_cpu or trainer.steps.why_traced is None
+
+
+@pytest.mark.parametrize("use_cpu", [pytest.param(False, marks=pytest.mark.ci), True])
+def test_a_number_of_a_loss_outside_of_a_run_is_that_of_the_steps_done(runs, use_cpu):
+    """Whether the run has replayed its steps, and with numbers that upstream sets when it begins."""
+    config = dict(
+        config_cls=TPUSFTConfig, cls=Rising, learning_rate=0.0, warmup_steps=0, step_replay=True, max_steps=3
+    )
+    trainer = runs.ours(**config, use_cpu=use_cpu, gradient_accumulation_steps=2, eval_strategy="epoch", train=False)
+    batch = next(iter(trainer.get_eval_dataloader()))
+
+    def losses():
+        found = [trainer.evaluate()["eval_loss"]]
+        for training in (True, False):
+            trainer.model.train(training)
+            inputs = trainer._prepare_inputs(dict(batch))
+            found.append(trainer.compute_loss(trainer.model, inputs).item())
+        return found
+
+    before = losses()
+    trainer.train()
+    assert losses() == pytest.approx([4 * loss for loss in before], rel=1e-5)
+
+
+def test_a_number_that_evaluation_data_lacks_is_told_with_the_fix(runs):
+    class Lacks(Rising):
+        def evaluation_data(self):
+            return super(Rising, self).evaluation_data()
+
+    trainer = runs.ours(config_cls=TPUSFTConfig, cls=Lacks, use_cpu=True, eval_strategy="epoch", train=False)
+    with pytest.raises(UserError) as error:
+        trainer.evaluate()
+    fix = re.search(r"evaluation_data of your trainer .* return (\{.*\})\.$", str(error.value)).group(1)
+
+    class Returns(Lacks):
+        def evaluation_data(self):
+            return eval(
+                fix.replace("super()", "super(Returns, self)"),
+                {"Returns": Returns, "self": self, "torch": torch, "value": 2.0},
+            )
+
+    fixed = runs.ours(config_cls=TPUSFTConfig, cls=Returns, use_cpu=True, eval_strategy="epoch", train=False)
+    assert fixed.evaluate()["eval_loss"] > 0

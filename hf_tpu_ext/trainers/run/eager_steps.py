@@ -12,6 +12,7 @@ from ...backends.base import Backend
 from ...errors import UserError
 from ...layers.layer_list import find_layers
 from ...step.train_step import MICRO_STEP, OPTIMIZER_STEP, average_gradients
+from ...temporarily import temporarily
 from .programs import SentBatch
 
 
@@ -92,7 +93,7 @@ class EagerSteps(TrainerCallback):
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         # What was a number before the update that is under way: of each group of the optimizer its learning rate.
         self._rates: list[tuple[dict[str, Any], float]] = []
-        #: Numbers that the step under way has on the device, besides the batch.
+        #: Numbers that the step under way has on the device, besides the batch; none between steps.
         self.numbers: dict[str, torch.Tensor] = {}
 
     # ---- A run ----
@@ -148,9 +149,9 @@ class EagerSteps(TrainerCallback):
             # What it writes is no part of the step. Upstream's step begins so, too.
             model.train()
             inputs = SentBatch(trainer.send_batch(inputs)["batch"])
-            self.numbers = self._backend.send(numbers)
         self._under_way = OPTIMIZER_STEP if sync_gradients else MICRO_STEP
-        loss = trainer.forward_backward(model, inputs, num_items_in_batch)
+        with temporarily(self, numbers=self._backend.send(numbers) if trainer.generates else {}):
+            loss = trainer.forward_backward(model, inputs, num_items_in_batch)
         trainer.log_step_loss(loss, sync_gradients)
         if sync_gradients and not self._backend.splits_weights:
             # Split ones are exchanged in the backward pass, a layer at a time.

@@ -4,13 +4,14 @@ import math
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer_utils import unwrap_peft_model
 
+from ...errors import UserError
 from ...layers.attention import static_masks
 from ...layers.chunked_head import head_computed_by, score_tokens
 from ...step.optimizer import clip_gradients
@@ -18,6 +19,20 @@ from ...temporarily import temporarily
 from ..checks.upstream import checkpointing_left_on
 from .chips import rows_gathered
 from .user_code import sees_micro_steps
+
+
+class _Numbers(dict):
+    """Numbers on the device, which a method of the trainer lists."""
+
+    def __init__(self, numbers: dict[str, torch.Tensor], method: str):
+        super().__init__(numbers)
+        self._method = method
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise UserError(
+            f"numbers_of_loss() has no {name!r} here: {self._method} of your trainer does not return it. Let it return "
+            f"{{**super().{self._method}(), {name!r}: torch.tensor(value)}}."
+        )
 
 
 class StepsMixin:
@@ -69,7 +84,8 @@ class StepsMixin:
 
     def step_data(self) -> dict[str, torch.Tensor]:
         """Numbers on the host, besides the batch, that a step needs on the device."""
-        if self.args.gradient_accumulation_steps == 1:
+        # Upstream sets the number of micro-steps when a run begins.
+        if self.args.gradient_accumulation_steps == 1 or "current_gradient_accumulation_steps" not in vars(self):
             return {}
         # Upstream takes all batches of a step before it computes the first: in the last step of an epoch, accelerate cuts what it
         # gathers to the rows of the last batch in each of them.
@@ -90,9 +106,8 @@ class StepsMixin:
 
     def evaluation_data(self) -> dict[str, torch.Tensor]:
         """Numbers on the host, besides the batch, that a batch of an evaluation needs on the device."""
-        # SFT divides the load-balancing loss by the micro-steps of the last training step, which there may not have been.
-        steps = self.balances_experts and "current_gradient_accumulation_steps" in vars(self)
-        return self.step_data() if steps else {}
+        # SFT divides the load-balancing loss by the micro-steps of the last training step.
+        return self.step_data() if self.balances_experts else {}
 
     def _numbers_of_evaluation(self) -> dict[str, torch.Tensor]:
         return (
@@ -102,9 +117,11 @@ class StepsMixin:
     def numbers_of_loss(self) -> dict[str, torch.Tensor]:
         """Where a loss is computed, on any device: what `step_data` lists, in an evaluation what `evaluation_data` does."""
         if not self.model.training:
-            return self._numbers_of_evaluation()
+            return _Numbers(self._numbers_of_evaluation(), "evaluation_data")
         has_sent = self.compiles_steps or (self.generates and self.backend.static_shapes)
-        return self.steps.numbers if has_sent else self.backend.send(self.step_data())
+        # There are none outside of a step, where a user may call `compute_loss`, too.
+        numbers = self.steps.numbers if has_sent else {}
+        return _Numbers(numbers or self.backend.send(self.step_data()), "step_data")
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         if not self.backend.static_shapes or "input_ids" not in inputs:

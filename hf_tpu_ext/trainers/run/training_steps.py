@@ -15,6 +15,7 @@ from ...layers.activation_checkpointing import checkpoint_as_upstream, remateria
 from ...layers.random_numbers import RandomNumbers
 from ...step.optimizer import LazyAdamW, are_same
 from ...step.train_step import MICRO_STEP, OPTIMIZER_STEP, GradientSums, train_step
+from ...temporarily import temporarily
 from .eager_steps import CompiledLayers
 from .programs import SentBatch
 from .user_code import METHODS_OF_A_STEP, find_code_between_stages, sees_micro_steps
@@ -53,7 +54,7 @@ class TrainingSteps(TrainerCallback):
         self.compiled: CompiledFunction | None = None
         #: Why the steps of the last run were traced, as a clause.
         self.why_traced: str | None = None
-        #: Numbers that the step under way has on the device, besides the batch.
+        #: Numbers that the step under way has on the device, besides the batch; none between steps.
         self.numbers: dict[str, torch.Tensor] = {}
         #: The norm of the gradients of the step under way, once it is known.
         self.grad_norm: torch.Tensor | None = None
@@ -135,7 +136,7 @@ class TrainingSteps(TrainerCallback):
         Run a micro-step, all of it or its first stages. `numbers` are on the host, and `sync_gradients` says whether it is the last of an
         optimizer step. Returned is what upstream adds to the loss that it would log: 0 where [`LossLog`] keeps the loss.
         """
-        with self._copies.not_made():
+        with self._copies.not_made(), temporarily(self, numbers={}):
             if self.gradients.are_shown:
                 self.gradients.take_back()
             self._follow_user_code()
