@@ -15,7 +15,6 @@ from ...layers.activation_checkpointing import checkpoint_as_upstream, remateria
 from ...layers.random_numbers import RandomNumbers
 from ...step.optimizer import LazyAdamW, are_same
 from ...step.train_step import MICRO_STEP, OPTIMIZER_STEP, GradientSums, train_step
-from ...temporarily import temporarily
 from .eager_steps import CompiledLayers
 from .programs import SentBatch
 from .user_code import METHODS_OF_A_STEP, find_code_between_stages, sees_micro_steps
@@ -136,14 +135,17 @@ class TrainingSteps(TrainerCallback):
         Run a micro-step, all of it or its first stages. `numbers` are on the host, and `sync_gradients` says whether it is the last of an
         optimizer step. Returned is what upstream adds to the loss that it would log: 0 where [`LossLog`] keeps the loss.
         """
-        with self._copies.not_made(), temporarily(self, numbers={}):
+        with self._copies.not_made():
             if self.gradients.are_shown:
                 self.gradients.take_back()
             self._follow_user_code()
             self.grad_norm = None
             numbers = {**numbers, "seed": self._trainer.seeds.next()}
             run_step = self._run_stages if self.compiled is None else self._run_program
-            return run_step(model, inputs, num_items_in_batch, numbers, sync_gradients)
+            try:
+                return run_step(model, inputs, num_items_in_batch, numbers, sync_gradients)
+            finally:
+                self.numbers = {}
 
     def _run_program(self, model, inputs, num_items_in_batch, numbers, sync_gradients) -> torch.Tensor:
         if not model.training:
