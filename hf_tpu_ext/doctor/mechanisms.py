@@ -90,13 +90,11 @@ def _numbers(**outcomes: Outcome) -> dict[str, Any]:
     }
 
 
-def _same_bits(first: Outcome, second: Outcome) -> str | None:
-    """How the weights of two trainings differ; `None` if they do not."""
+def _check_same_bits(first: Outcome, second: Outcome, what: str) -> None:
+    """Check that the weights of two trainings are the same; `what` says which these are."""
     differing = [name for name, weight in first.weights.items() if not torch.equal(weight, second.weights[name])]
-    if not differing:
-        return None
-    most = max((first.weights[name] - second.weights[name]).abs().max().item() for name in differing)
-    return f"{len(differing)} of {len(first.weights)} weights differ, by up to {most:.1g}"
+    most = max(((first.weights[name] - second.weights[name]).abs().max().item() for name in differing), default=0.0)
+    _check(not differing, f"{what}: {len(differing)} of {len(first.weights)} weights differ, by up to {most:.1g}")
 
 
 class Mechanisms:
@@ -180,15 +178,13 @@ class Mechanisms:
         export = export_run(directory, merge=True)
         _check(export.good, export.verdict)
         resumed = finish(self.runs.make("adapter"), self.backend, str(directory / f"checkpoint-{_SAVED_AT}"))
-        difference = _same_bits(resumed, ours)
-        _check(difference is None, f"resumed against never stopped: {difference}")
+        _check_same_bits(resumed, ours, "resumed against never stopped")
         text += f"; resumed, with the same bits; merged, with logits that differ by {export.exported.max_abs:.1g}"
         return Finding(text, _numbers(ours=ours, eager_cpu=reference))
 
     def replay(self) -> Finding:
         by_replay, by_trace = self.runs.ours("plain"), self.runs.ours("traced")
-        difference = _same_bits(by_replay, by_trace)
-        _check(difference is None, f"traced against replayed: {difference}")
+        _check_same_bits(by_replay, by_trace, "traced against replayed")
         _check(by_trace.counters.replays == 0, f"{by_trace.counters.replays} replays with step_replay=False")
         _check(by_replay.counters.replays > 0, "no step was replayed")
         text = f"{by_replay.counters.replays} of {STEPS} steps replayed, the same bits as traced ones"
@@ -317,8 +313,7 @@ class Mechanisms:
         checkpoint = self._directory / "killed-run" / f"checkpoint-{_SAVED_AT}"
         whole = self.runs.ours("plain")
         after_resume = finish(self.runs.make("killed"), self.backend, resume=str(checkpoint))
-        difference = _same_bits(after_resume, whole)
-        _check(difference is None, f"resumed against never stopped: {difference}")
+        _check_same_bits(after_resume, whole, "resumed against never stopped")
         text = f"killed at step {_DIES_AT}, resumed from step {_SAVED_AT}, the same bits as a run that was not stopped"
         return Finding(text, _numbers(resumed=after_resume, whole=whole))
 

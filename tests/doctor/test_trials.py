@@ -168,7 +168,7 @@ def test_a_failure_is_the_status_also_on_a_screen_without_its_marks():
 
 def test_bad_arguments(tmp_path, capsys):
     assert main(["doctor", "--json", str(tmp_path)]) == 2
-    assert "is a directory" in capsys.readouterr().err
+    assert "(Is a directory)" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stop:
         main(["doctor", "--smoke"])
     assert stop.value.code == 2
