@@ -134,8 +134,10 @@ def _changes_of_state(state: Mapping[str, int], topology: Topology, run: Run, ne
     share = run.mesh.get("fsdp", 1) / topology.num_chips
     found = []
     if share < 1:
-        # Where weights were whole on a chip, those of a layer are gathered to compute with them.
-        gathered = run.layer_bytes if run.mesh.get("fsdp", 1) == 1 else 0
+        # Where weights were whole on a chip, those of a layer are gathered to compute with them. Where all are trained, gradients among
+        # the temporaries are split too, which may be more than that.
+        is_more = run.mesh.get("fsdp", 1) == 1 and run.trained_parameters < run.parameters
+        gathered = run.layer_bytes if is_more else 0
         effect = ", which shards weights and optimizer state over the chips"
         found.append(("mesh: fsdp", effect, total * (1 - share) - gathered))
     of_reference = run.reference_share * weights
