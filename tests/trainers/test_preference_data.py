@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from preference import Case, rows_for, trainer_for
 from refusals import refused
-from trl import DPOTrainer
+from trl import DPOConfig, DPOTrainer, SFTConfig
 from trl.data_utils import maybe_extract_prompt, unpair_preference_dataset
 
-from hf_tpu_ext import TPUDPOTrainer
+from hf_tpu_ext import TPUDPOTrainer, TPUSFTTrainer
 
 
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
@@ -173,3 +173,20 @@ def test_a_metric_of_the_users_own_is_logged_in_evaluations_too(xla, tmp_path):
             assert entry[name.replace("loss", "twice")] == pytest.approx(2 * entry[name], rel=1e-3)
     # Its sums are not known before the first step.
     assert "_more_metrics()" in own.steps.why_traced
+
+
+@pytest.mark.parametrize("use_cpu", [True, False], ids=["cpu", "xla"])
+@pytest.mark.parametrize(
+    ("trainer_cls", "config_cls", "row"), [(TPUDPOTrainer, DPOConfig, PAIR), (TPUSFTTrainer, SFTConfig, {"text": "a"})]
+)
+def test_checks_read_the_first_row_of_a_stream_once(xla, tmp_path, trainer_cls, config_cls, row, use_cpu):
+    read = []
+
+    def stream():
+        read.append(row)
+        yield row
+
+    args = config_cls(output_dir=str(tmp_path), use_cpu=use_cpu, max_steps=1, max_length=16)
+    dataset = IterableDataset.from_generator(stream)
+    refused(["model='./absent'"], lambda: trainer_cls(model="./absent", args=args, train_dataset=dataset))
+    assert len(read) == 1

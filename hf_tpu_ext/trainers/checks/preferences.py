@@ -1,7 +1,7 @@
 """Preference data that teaches nothing is refused by row, before a model is loaded."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -102,6 +102,9 @@ def _is_empty(completion: Any) -> bool:
 
 class PreferenceData:
     """The part of the preference trainers that looks at data which is prepared: upstream leaves rows out that are too long."""
+
+    def _check_data(self, arguments: Mapping[str, Any]) -> None:
+        """[`~hf_tpu_ext.trainers.checks.upstream.check_trainer`] does so, with the columns of preferences."""
 
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
         prepare = super()._prepare_dataset

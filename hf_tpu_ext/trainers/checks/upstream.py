@@ -9,7 +9,6 @@ from functools import cache, partial
 from types import FunctionType
 from typing import Any, get_args, get_type_hints
 
-from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 from trl.trainer.utils import get_config_model_id
 
@@ -113,11 +112,10 @@ def check_trainer(cls: type[Trainer], trainer_kwargs: Mapping[str, Any], compile
     for name, dataset in named_datasets(trainer_kwargs).items():
         if compiles and upstream.__module__.startswith("trl.") and upstream.__name__ not in _TAKE_IMAGES:
             check_columns_are_text(dataset, name, upstream.__name__)
-        if compiles and takes_preferences:
-            check_preferences(dataset, name, upstream.__name__)
-        elif takes_preferences and isinstance(dataset, Dataset):
-            # Upstream looks for them when the model is loaded. Of a stream, that would read its first row.
-            check_columns(dataset, name, upstream.__name__)
+        if takes_preferences:
+            # Upstream looks for columns when the model is loaded.
+            check = check_preferences if compiles else check_columns
+            check(dataset, name, upstream.__name__)
     reference = trainer_kwargs.get("ref_model")
     if isinstance(reference, str) and takes_preferences:
         raise UserError(
