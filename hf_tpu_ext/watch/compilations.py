@@ -34,7 +34,7 @@ _MOST_COMPARED = 8
 _COMPARED_STEPS, _FIRST_RUNS = 8, 2
 # Where the trainer runs what was recorded and not run yet, which callbacks may have left. So many such graphs are no recompiles: a buffer
 # that is filled with 0 and later with 1 is two.
-_RUN_WHAT_IS_LEFT, _MOST_LEFT = {"training_step", "_read_train_metrics"}, 8
+_RUN_WHAT_IS_LEFT, _MOST_LEFT = {"training_step", "_take_train_metrics"}, 8
 
 
 @dataclass(frozen=True)

@@ -64,9 +64,8 @@ def test_rows_that_are_left_out(runs):
     rows, left = len(runs.train_dataset), len(trainer.train_dataset)
     longer, left_out, *of_evaluation = lines_of(trainer)
     assert 0 < left < rows and f" of {rows} rows of the train dataset are longer than max_length=10" in longer
-    why = "nothing of them is left to train on with max_length=10"
+    why = "none of their tokens within max_length=10 has a label"
     assert left_out == f"{rows - left} of {rows} rows of the train dataset are left out: {why}"
-    why = "nothing of them is left to evaluate on with max_length=10"
     assert of_evaluation[1] == f"{10 - len(trainer.eval_dataset)} of 10 rows of the eval dataset are left out: {why}"
 
 

@@ -35,11 +35,8 @@ def describe_lost(
     if packing:
         # None is left out, and several are one.
         return lines
-    use = "train" if name == "train" else "evaluate"
-    why = f"nothing of them is left to {use} on with max_length={args.max_length}"
-    return lines + describe_left_out(
-        len(whole), len(prepared), name, why if lines else "none of their tokens has a label"
-    )
+    within = f" within max_length={args.max_length}" if lines else ""
+    return lines + describe_left_out(len(whole), len(prepared), name, f"none of their tokens{within} has a label")
 
 
 def describe_cut(dataset: datasets.Dataset, name: str, args: TrainingArguments, packing: bool = False) -> list[str]:

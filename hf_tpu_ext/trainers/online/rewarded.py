@@ -74,7 +74,7 @@ class RewardedMixin(RolloutMixin):
         """The score of each row of a batch on the host, by a reward model on the device."""
 
         def score(batch: dict[str, Tensor]) -> Tensor:
-            with self.models_compiled():
+            with self.models_in_static_shapes():
                 return model(**batch).logits[:, 0].float()
 
         return self.run_passes(kind, model, batch, score)
@@ -225,7 +225,7 @@ class RewardedMixin(RolloutMixin):
             )
 
     def _score(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        with torch.no_grad(), self.compute_loss_context_manager(), self.models_compiled():
+        with torch.no_grad(), self.compute_loss_context_manager(), self.models_in_static_shapes():
             log_probs, _, _ = self._get_per_token_logps_and_entropies(
                 model, batch["input_ids"], batch["attention_mask"], self.max_completion_length
             )

@@ -125,7 +125,7 @@ class ReferenceLogProbsMixin:
                 RandomNumbers(data["numbers"]["seed"]),
                 self.by_length.override_rope(),
                 self.compute_loss_context_manager(),
-                self.models_compiled(),
+                self.models_in_static_shapes(),
             ):
                 log_probs = self.compute_ref_log_probs(model, self.by_length.take(data["batch"]))
                 self.by_length.forget()

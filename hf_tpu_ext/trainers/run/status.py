@@ -34,7 +34,7 @@ from .lengths import share_of_tokens
 
 logger = logging.get_logger(__name__)
 
-# What upstream makes of fields that were left out, where that is not their default.
+# What upstream fills in for fields that were left out, where that is not their default.
 _LEFT_OUT: dict[str, Callable[[Any], Any]] = {
     "activation_checkpointing": lambda args: bool(type(args).gradient_checkpointing),
     "bf16": lambda args: not args.fp16,
@@ -45,7 +45,7 @@ _LEFT_OUT: dict[str, Callable[[Any], Any]] = {
     "generation_batch_size": lambda args: (
         args.per_device_train_batch_size * args.world_size * args.steps_per_generation
     ),
-    # The former name of the first one.
+    # The former name of `activation_checkpointing`.
     "gradient_checkpointing": lambda args: vars(args).get("activation_checkpointing"),
     "greater_is_better": lambda args: not args.metric_for_best_model.endswith("loss"),
     "metric_for_best_model": lambda args: "loss",
@@ -65,7 +65,7 @@ class StatusMixin:
 
     #: What times the steps, or `None` with `step_status=False`.
     status: StepStatus | None = None
-    #: What is measured here and has a place in `state.log_history` upstream, too.
+    #: Names of what is measured here that upstream's `state.log_history` has, too.
     timed_upstream: tuple[str, ...] = ()
     #: Whether the start of a run says how much of its batches is padding, and what is better.
     tells_padding = True
@@ -119,8 +119,8 @@ class StatusMixin:
         parameters, num_trained = count_parameters(self.model)
         return cache(partial(step_flops, model.config, adapters=num_trained if num_trained < parameters else None))
 
-    def _read_train_metrics(self, grad_norm: torch.Tensor | float | None = None) -> dict[str, float]:
-        """Read the loss, the gradient norm if there is one, and the metrics, all in one transfer."""
+    def _take_train_metrics(self, grad_norm: torch.Tensor | float | None = None) -> dict[str, float]:
+        """Read the loss, the gradient norm if there is one, and the metrics, all in one transfer, and begin their sums anew."""
         with self.phase("device"), self.copies.not_made():
             host_values = self.backend.fetch(
                 {"grad_norm": grad_norm, "loss": self.loss_log.tensors, "metrics": self.logged_metrics("train")},
@@ -292,28 +292,28 @@ class StatusMixin:
     ) -> None:
         with self.agreement.deciding(self.state.global_step, lambda: self.control):
             logs = self.control.should_log and self.state.global_step > self._globalstep_last_logged
-            reads = nullcontext()
+            reading = nullcontext()
             if logs and self.backend.metrics_on_device:
-                # Upstream's own log reads the loss, the gradient norm and every metric one by one. It logs nothing more
-                # afterwards, since this one is noted as the last.
-                read = self._read_train_metrics(grad_norm)
-                read["learning_rate"] = self._get_learning_rate() if learning_rate is None else learning_rate
+                # Upstream's own log reads the loss, the gradient norm and every metric one by one. Afterwards it logs nothing more, since
+                # this step counts as logged.
+                logged = self._take_train_metrics(grad_norm)
+                logged["learning_rate"] = self._get_learning_rate() if learning_rate is None else learning_rate
                 self._globalstep_last_logged = self.state.global_step
                 self.store_flos()
-                self.log(read, start_time)
+                self.log(logged, start_time)
             elif logs and self.status is not None:
                 with self.phase("device"):
                     self.backend.wait()
                 # Upstream reads what it logs in here.
-                reads = self.phase("read")
-            with reads:
+                reading = self.phase("read")
+            with reading:
                 super()._maybe_log_save_evaluate(
                     tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate
                 )
 
     def _finalize_training(self, trial, num_train_samples, start_time):
         if self.backend.metrics_on_device:
-            self._read_train_metrics()
+            self._take_train_metrics()
             self._tr_loss = torch.zeros(())
         return super()._finalize_training(trial, num_train_samples, start_time)
 

@@ -47,12 +47,12 @@ class StepsMixin:
 
     @contextmanager
     def _static_loss(self, inputs: dict[str, Any]) -> Iterator[None]:
-        """Within this context, upstream's code computes the loss of a batch in static shapes, and reads nothing."""
+        """Within this context, upstream's code computes the loss of a batch in static shapes, and does not read the device."""
         segment_ids = inputs.pop("segment_ids", self.segment_ids)
         # In training, `forward_backward` has set what was sent.
         numbers = {} if self.model.training else self._numbers_of_evaluation()
         with (
-            self.models_compiled(segment_ids),
+            self.models_in_static_shapes(segment_ids),
             self.chips.gather_over_chips(self.accelerator),
             self.micro_steps_as_data(numbers),
             self.metrics_deferred(),
@@ -60,7 +60,7 @@ class StepsMixin:
             yield
 
     @contextmanager
-    def models_compiled(self, segment_ids: torch.Tensor | None = None) -> Iterator[None]:
+    def models_in_static_shapes(self, segment_ids: torch.Tensor | None = None) -> Iterator[None]:
         """Within this context, upstream's code runs models in static shapes; `segment_ids` as in [`static_masks`]."""
         with ExitStack() as stack:
             stack.enter_context(static_masks(segment_ids, sdpa=not self.backend.traces_steps))
@@ -72,7 +72,10 @@ class StepsMixin:
             yield
 
     def micro_steps_as_data(self, numbers: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
-        """Within this context, the number of micro-steps is what was sent: there are fewer at the end of an epoch."""
+        """
+        Within this context, upstream's `current_gradient_accumulation_steps` is a tensor that was sent: the last step of an epoch has fewer
+        micro-steps.
+        """
         if "micro_steps" not in numbers:
             return nullcontext()
         return temporarily(self, current_gradient_accumulation_steps=numbers["micro_steps"])
@@ -170,6 +173,7 @@ class StepsMixin:
         self.segment_ids = None
 
     def _overridden_step(self, *args, **kwargs) -> torch.Tensor:
+        """The user's `training_step`: what it returns to upstream's loop is what is logged."""
         loss = type(self).training_step(self, *args, **kwargs)
         if self.is_in_train:
             self._log_loss(loss, self.accelerator.sync_gradients)
@@ -189,7 +193,7 @@ class StepsMixin:
         """The optimizer that accelerate has wrapped."""
         return self.optimizer.optimizer
 
-    def clip_gradients(self, model: nn.Module) -> torch.Tensor:
+    def clip_as_upstream(self, model: nn.Module) -> torch.Tensor:
         """A stage of a step: clips the gradients as upstream's loop does. Returns their norm before."""
         norm = self._clip_grad_norm(model) if self.args.max_grad_norm else None
         return self._get_grad_norm(model, norm)

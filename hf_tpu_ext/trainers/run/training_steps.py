@@ -28,8 +28,8 @@ class TrainingSteps(TrainerCallback):
     [`~hf_tpu_ext.step.train_step.train_step`]: traced, or by its handle. What upstream calls afterwards, to clip and to update,
     finds the work done. Where code of the user's runs between the backward pass and the update, or the optimizer is another than
     AdamW, upstream's loop calls the stages one by one, each step is traced, and its program ends at `on_step_end`, or at
-    `on_substep_end` with gradient accumulation. This object is the first of the callbacks, so that all others find a step that has
-    ended.
+    `on_substep_end` with gradient accumulation. This object stands behind upstream's `DefaultFlowCallback`, which says
+    whether a step is logged, and ahead of all other callbacks, which find a step that has ended.
 
     A program that is run by its handle runs no Python of the model, the loss or the optimizer. What Python of known packages may
     have read is compared at each step. Where code of the user's runs inside a step, it is traced; `step_replay=True` says that this
@@ -38,7 +38,7 @@ class TrainingSteps(TrainerCallback):
     | `compiled` | `compiled.why_traced` | a step is |
     |---|---|---|
     | a function | `None` | traced for the first ones of a shape, then run by its handle |
-    | a function | a clause | traced each time, as one program |
+    | a function | a clause | traced each time: one program with torch_xla, operators with torch_tpu |
     | `None` | | run stage by stage, by upstream's loop |
     """
 
@@ -59,7 +59,7 @@ class TrainingSteps(TrainerCallback):
         self.grad_norm: torch.Tensor | None = None
         #: Where gradients are between micro-steps.
         self.gradients: GradientSums | None = None
-        # What the optimizer updates in the steps of this state.
+        # The optimizer's states that the last step has updated. Forgotten where the model may have changed.
         self._updated_states: Sequence[Any] | None = None
         # The step whose stages run one by one, and which has not ended.
         self._under_way: str | None = None
@@ -155,6 +155,7 @@ class TrainingSteps(TrainerCallback):
         if sync_gradients:
             numbers["update"] = optimizer.numbers()
         else:
+            # As `numbers()` does: the state is that of the program.
             optimizer.create_state()
         numbers["num_items_in_batch"] = num_items_in_batch
         data = self._trainer.send_batch(inputs, numbers)
@@ -185,15 +186,14 @@ class TrainingSteps(TrainerCallback):
         if self.compiled.why_traced is not None:
             # The fingerprint is not compared while steps are traced, so the model is looked at here.
             self._prepare_model()
-        # Where operators run one by one, an update is a program of its own.
-        is_program, optimizer = self.compiled.why_traced is None, self._optimizer
+        optimizer = self._optimizer
         with self._random_numbers(numbers["seed"]):
             return train_step(
                 self._forward_backward,
                 self.gradients,
                 self._log_loss,
-                self._trainer.clip_gradients,
-                optimizer.update if is_program else optimizer.update_by_itself,
+                self._trainer.clip_as_upstream,
+                optimizer.update_by_itself if self.by_operators else optimizer.update,
                 self._model,
                 SentBatch(data["batch"]),
                 numbers,
@@ -231,6 +231,7 @@ class TrainingSteps(TrainerCallback):
             return
         if kind == OPTIMIZER_STEP:
             self.gradients.drop()
+        # `on_step_end` is called when a step is counted, `on_substep_end` before that.
         steps = self._programs.steps_done
         self._programs.end(kind, f"step {steps if kind == OPTIMIZER_STEP else steps + 1}", settle=settle)
 

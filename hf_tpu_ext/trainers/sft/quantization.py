@@ -105,8 +105,8 @@ class QuantizationMixin:
             yield
 
     @contextmanager
-    def models_compiled(self, segment_ids: torch.Tensor | None = None) -> Iterator[None]:
-        with super().models_compiled(segment_ids), self._head_rounded():
+    def models_in_static_shapes(self, segment_ids: torch.Tensor | None = None) -> Iterator[None]:
+        with super().models_in_static_shapes(segment_ids), self._head_rounded():
             yield
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
