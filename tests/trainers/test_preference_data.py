@@ -55,6 +55,14 @@ def rows(row, **changed):
             rows({"chosen": [{"from": "gpt", "value": "b"}], "rejected": [{"from": "gpt", "value": "c"}]}),
             ["'chosen' in train_dataset have the keys 'from' and 'value'", "dataset.map(trl.maybe_convert_to_chatml)"],
         ),
+        (
+            "dpo",
+            rows({**PAIR, "prompt": [{"role": "user", "content": "a"}]}),
+            [
+                "'chosen' of train_dataset is text, and 'prompt' holds messages",
+                '"chosen": [{"role": "assistant", "content": "..."}]',
+            ],
+        ),
     ],
 )
 def test_row(xla, tmp_path, kind, data, words):
