@@ -20,6 +20,9 @@ DRAWS_ON_HOST = (
 )
 REPLACES_STATE = "a tensor of the training state is replaced in the middle of a step"
 
+#: What makes steps that differ in a number the same program.
+IN_A_BUFFER = " (what changes from step to step belongs into a buffer of the model, which a callback fills)"
+
 # A function that has to be traced anew this often is better traced each time.
 _MOST_CHANGES = 8
 
@@ -192,7 +195,7 @@ class CompiledFunction(ABC):
         self._changes += 1
         reason = self._agree("what has changed before a step", self._fingerprint.why_not())
         if reason is None and self._changes > _MOST_CHANGES:
-            reason = f"{change}, and there were {_MOST_CHANGES} such changes before"
+            reason = f"{change}, and there were {_MOST_CHANGES} such changes before{IN_A_BUFFER}"
         if reason is not None:
             self.refuse(reason)
             return

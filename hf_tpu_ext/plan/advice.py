@@ -29,7 +29,10 @@ _SEARCHED = ("mesh", "rematerialization", "per_device_train_batch_size")
 
 @dataclass(frozen=True)
 class _Change:
-    """A setting that is not set, what it does, and how many bytes of a chip it saves at most in each program that does not fit."""
+    """
+    A setting that is not set, what it does, and about how many bytes of a chip it saves in each program that does not fit: of the state or
+    of the activations. The others may change with it.
+    """
 
     setting: str
     effect: str
@@ -37,7 +40,7 @@ class _Change:
 
     def __str__(self) -> str:
         saved = round(max(self.saved))
-        return f"{self.setting}{self.effect}{f' (at most {format_bytes(saved)} less)' if saved else ''}"
+        return f"{self.setting}{self.effect}{f' (about {format_bytes(saved)} less)' if saved else ''}"
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def test_weights_that_fill_a_chip_are_sharded(refused):
         program("training step", state, 2.0, refused=refused), program("evaluation step", state, 1.5, refused=refused)
     )
     mesh, quantize, search = advise(planned, LORA)
-    assert mesh == "mesh: fsdp, which shards weights and optimizer state over the chips (at most 14.99 GB less)"
+    assert mesh == "mesh: fsdp, which shards weights and optimizer state over the chips (about 14.99 GB less)"
     assert quantize.startswith("load_in_4bit: true (QLoRA)")
     assert search == "--search compiles variants, and says which of them fit."
     assert settings(advise(planned, replace(LORA, is_quantized=True))) == ["mesh: fsdp"]
@@ -81,7 +81,7 @@ def test_of_several_changes_the_first_saves_most():
     advice = advise(planned, replace(FULL, rematerialization="dots"))
     # 11.1 GB are missing, which neither the activations nor half of the state are.
     assert settings(advice) == ["mesh: fsdp", "use_peft: true"]
-    saved = [float(size) for size in re.findall(r"at most ([\d.]+) GB less", " ".join(advice))]
+    saved = [float(size) for size in re.findall(r"about ([\d.]+) GB less", " ".join(advice))]
     assert saved == [17.5, 17.5]
     # Where each is enough.
     planned = plan(program("training step", {"weights": 3, "optimizer state": 6}, 10))
@@ -100,10 +100,10 @@ def test_a_reference_that_could_be_run_before_needs_no_copy_of_the_weights():
     planned = plan(program("training step", {"weights": 12, "optimizer state": 5}, 1))
     dpo = replace(FULL, reference_share=0.5, mesh={"data": 1, "fsdp": 8})
     peft, reference = (line for line in advise(planned, dpo) if re.match("use_peft|precompute", line))
-    assert peft.endswith("(at most 14.00 GB less)")
+    assert peft.endswith("(about 14.00 GB less)")
     assert reference == (
         "precompute_ref_log_probs: true, which runs the reference once, before training, and drops its copy of the "
-        "weights (at most 6.00 GB less)"
+        "weights (about 6.00 GB less)"
     )
 
 
@@ -125,29 +125,29 @@ def test_sums_of_gradients_that_smaller_batches_need_are_subtracted():
     own = replace(FULL, mesh={"data": 1, "fsdp": 8}, trains_in_float32=False, trained_bytes=5 * GB)
     planned = plan(program("training step", {"weights": 2, "optimizer state": 2}, 20))
     rows = next(line for line in advise(planned, own) if line.startswith("per_device"))
-    assert rows.startswith("per_device_train_batch_size: 2") and rows.endswith("(at most 10.00 GB less)")
+    assert rows.startswith("per_device_train_batch_size: 2") and rows.endswith("(about 10.00 GB less)")
     rows = next(line for line in advise(planned, replace(own, gradient_accumulation_steps=1)) if "per_device" in line)
     # 7.1 GB are missing, which half of the rows no longer leave.
-    assert rows.startswith("per_device_train_batch_size: 1") and rows.endswith("(at most 10.00 GB less)")
+    assert rows.startswith("per_device_train_batch_size: 1") and rows.endswith("(about 10.00 GB less)")
     # Sums that take more than the rows leave are no advice.
     more = replace(own, gradient_accumulation_steps=1, trained_bytes=16 * GB)
     assert not [line for line in advise(planned, more) if line.startswith("per_device")]
     # Evaluations have no gradients.
     planned = plan(program("evaluation step", {"weights": 2}, 20))
-    assert "per_device_eval_batch_size: 4 (at most 10.00 GB less)" in advise(planned, more)
+    assert "per_device_eval_batch_size: 4 (about 10.00 GB less)" in advise(planned, more)
 
 
 def test_a_layer_that_shards_are_gathered_to_is_subtracted():
     planned = plan(program("training step", {"weights": 16}, 2))
     (mesh,) = (line for line in advise(planned, replace(LORA, layer_bytes=GB)) if line.startswith("mesh"))
     # In all, 14 GB are on other chips then.
-    assert mesh.endswith("(at most 13.00 GB less)")
+    assert mesh.endswith("(about 13.00 GB less)")
     # Where all weights are trained, gradients on other chips may make up for it.
     (mesh,) = (line for line in advise(planned, replace(FULL, layer_bytes=GB)) if line.startswith("mesh"))
-    assert mesh.endswith("(at most 14.00 GB less)")
+    assert mesh.endswith("(about 14.00 GB less)")
     in_part = replace(LORA, layer_bytes=GB, mesh={"data": 2, "fsdp": 4})
     (mesh,) = (line for line in advise(planned, in_part) if line.startswith("mesh"))
-    assert mesh.endswith("(at most 8.00 GB less)")
+    assert mesh.endswith("(about 8.00 GB less)")
     assert not [line for line in advise(planned, replace(LORA, layer_bytes=14 * GB)) if line.startswith("mesh")]
 
 
@@ -155,7 +155,7 @@ def test_an_evaluation_that_does_not_fit_has_a_batch_size_of_its_own():
     split = replace(LORA, mesh={"data": 1, "fsdp": 8})
     planned = plan(program("training step", {"weights": 2}, 10), program("evaluation step", {"weights": 2}, 20))
     # A search does not vary it.
-    assert advise(planned, split) == ["per_device_eval_batch_size: 4 (at most 10.00 GB less)"]
+    assert advise(planned, split) == ["per_device_eval_batch_size: 4 (about 10.00 GB less)"]
     # Where neither fits, neither batch alone is enough.
     planned = plan(program("training step", {"weights": 2}, 18), program("evaluation step", {"weights": 2}, 20))
     first, *others = advise(planned, split)

@@ -261,6 +261,24 @@ def test_fewer_rows_than_the_global_batch(runs, rows, capsys):
     assert not any("fewer" in line for line in trainer.find_facts().changes)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "lost"), [(torch.float32, None), (torch.bfloat16, "1/512"), (torch.float16, "1/4096")]
+)
+def test_weights_trained_in_few_bits(runs, dtype, lost):
+    model = str(runs.model_dir)
+    trainer = runs.ours(model, train=False, model_init_kwargs={"dtype": dtype})
+    lines = [line for line in trainer.find_facts().changes if "trained weights" in line]
+    if lost is None:
+        assert not lines
+        return
+    (line,) = lines
+    assert f"less than {lost} of a weight is rounded away" in line and "dtype=float32 avoids that" in line
+    # Just below a power of two, weights are the farthest apart beside their size.
+    weight = torch.ones((), dtype=dtype) * 2 - torch.finfo(dtype).eps
+    kept, changed = ((weight.double() * (1 - factor / int(lost[2:]))).to(dtype) for factor in (0.99, 1.1))
+    assert kept == weight and changed != weight
+
+
 def test_no_batch_to_train_on(runs, rows):
     """Upstream ends such a run after no step, as one that has trained."""
 

@@ -17,6 +17,7 @@ from ...formatting import count
 from ..base import Backend
 from ..compiled_function import (
     DRAWS_ON_HOST,
+    IN_A_BUFFER,
     REPLACES_STATE,
     SYNCS,
     Call,
@@ -31,8 +32,6 @@ from . import graphs
 
 # The place of a tensor in what a function returns.
 _TENSOR = object()
-# What makes steps that differ in a number the same program.
-_IN_A_BUFFER = " (what changes from step to step belongs into a buffer of the model, which a callback fills)"
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ class Executable:
     def difference(self, other: "Executable") -> str | None:
         """How another trace of the same function differs, as a clause; `None` if it does not matter."""
         if self.handle != other.handle:
-            return f"the graph has changed{_IN_A_BUFFER}"
+            return f"the graph has changed{IN_A_BUFFER}"
         if (self.written_places, self.output_places, self.structure) != (
             other.written_places,
             other.output_places,
@@ -145,7 +144,7 @@ class Executable:
         buffers = zip(graphs.identify_buffers(mine), graphs.identify_buffers(theirs), strict=True)
         for (buffer, other_buffer), value, other_value in zip(buffers, mine, theirs, strict=True):
             if buffer != other_buffer and not torch.equal(value.cpu(), other_value.cpu()):
-                return f"a constant of the graph has changed{_IN_A_BUFFER}"
+                return f"a constant of the graph has changed{IN_A_BUFFER}"
         return None
 
 
@@ -238,7 +237,7 @@ class Trace:
         old_buffers = [self._buffers[place] if place < size else None for place in places]
         order, values, buffers = graphs.sort_results([tensors[place] for place in places], old_buffers)
         if not self._sent_buffers.isdisjoint(buffers):
-            raise CannotReplay(f"a host-to-device transfer within a step{_IN_A_BUFFER}")
+            raise CannotReplay(f"a host-to-device transfer within a step{IN_A_BUFFER}")
         inputs = [self._places.get(buffer, value) for value, buffer in zip(values, buffers, strict=True)]
         results = [tensors[places[index]] for index in order]
         written_places = [places[index] for index in order if places[index] < size]

@@ -52,6 +52,11 @@ _LEFT_OUT: dict[str, Callable[[Any], Any]] = {
     "pad_to_multiple_of": lambda args: None,
     "steps_per_generation": lambda args: args.gradient_accumulation_steps,
 }
+# What happens to weights that are trained in these.
+_FEW_BITS = {
+    torch.bfloat16: "an update of less than 1/512 of a weight is rounded away",
+    torch.float16: "an update of less than 1/4096 of a weight is rounded away, and squares of small gradients and AdamW's epsilon are 0",
+}
 # Fields of an adapter's config that PEFT sets by itself.
 _OF_THE_MODEL = ("auto_mapping", "base_model_name_or_path", "peft_type", "peft_version", "task_type")
 _PACKAGES = ("torch", "torch_xla", "libtpu", "transformers", "trl", "accelerate", "peft", "datasets")
@@ -181,7 +186,7 @@ class StatusMixin:
         lines = self.chips.lines(self.model, self.averaging.average is not None)
         lines += [*self.describe_frozen(), *self.averaging.lines(self.state.max_steps)]
         lines += adapted.changes
-        lines += self._few_rows()
+        lines += [*self._few_rows(), *self._rounded_updates()]
         facts = RunFacts(precision, self._train_batch_size, [], None, lines)
         rows = self.train_dataset
         columns = known_columns(rows)
@@ -216,6 +221,14 @@ class StatusMixin:
             return []
         whole = format_bytes(2 * num_bytes)
         return [f"frozen weights in bfloat16 (exact): {format_bytes(num_bytes)} of HBM instead of {whole}"]
+
+    def _rounded_updates(self) -> list[str]:
+        """A line where weights are trained in so few bits that small updates are lost, on every device and upstream, too."""
+        dtypes = {parameter.dtype for parameter in self.model.parameters() if parameter.requires_grad}
+        if not (found := dtypes & _FEW_BITS.keys()):
+            return []
+        dtype = min(found, key=str)
+        return [f"trained weights are {dtype_name(dtype)}: {_FEW_BITS[dtype]}. dtype=float32 avoids that"]
 
     def _few_rows(self) -> list[str]:
         """A line where an optimizer step has more rows than there are. Trainers that generate repeat their prompts."""
