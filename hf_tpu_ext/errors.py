@@ -1,6 +1,5 @@
 """Errors whose message is for the person who wrote the recipe."""
 
-import shlex
 from pathlib import Path
 
 
@@ -14,6 +13,9 @@ class UserError(ValueError):
 
 def damage_of(path: Path) -> UserError:
     """The error of a file beside weights which cannot be read, and without which they can."""
+    # PyTorch imports this file in every process of the environment.
+    import shlex
+
     return UserError(
         f"{path} is damaged. Take another checkpoint, or remove the file to go without it: rm {shlex.quote(str(path))}"
     )
