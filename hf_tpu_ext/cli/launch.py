@@ -99,13 +99,14 @@ def _launch_as_upstream(own_command: list[str], recipe: Recipe, parser: RecipePa
         raise UserError(
             f"--num_processes {args.num_processes} is not positive. Give the number of processes, for example --num_processes 2"
         )
-    if args.multi_gpu and torch.cuda.device_count() == 0 and not recipe.uses_cpu:
-        raise UserError(
-            "--multi_gpu: this machine has no GPU. Leave it and num_processes out; or for processes on the CPU add --use_cpu (use_cpu: "
-            "true in the recipe)"
-        )
-    if args.multi_gpu and args.num_processes is None and torch.cuda.device_count() == 0:
-        raise UserError("--multi_gpu on the CPU needs the number of processes, for example --num_processes 2")
+    if args.multi_gpu and torch.cuda.device_count() == 0:
+        if not recipe.uses_cpu:
+            raise UserError(
+                "--multi_gpu: this machine has no GPU. Leave it and num_processes out; or for processes on the CPU add --use_cpu (use_cpu: "
+                "true in the recipe)"
+            )
+        if args.num_processes is None:
+            raise UserError("--multi_gpu on the CPU needs the number of processes, for example --num_processes 2")
     if args.multi_gpu and (args.num_processes or 2) < 2:
         raise UserError(
             f"--num_processes {args.num_processes}: multi_gpu is for 2 processes or more. For one process add --multi_gpu false."

@@ -59,18 +59,18 @@ def check_has_rows(dataset, name: str) -> dict[str, Any]:
     return first
 
 
-def check_keys(first: Mapping[str, Any], name: str, columns: Sequence[str]) -> None:
+def check_messages(first: Mapping[str, Any], name: str, columns: Sequence[str]) -> None:
     """
     Check that columns that upstream makes tokens of are all text, or all messages with the keys that it reads (`ValueError`), by the
     `first` row of a dataset.
     """
     texts = [column for column in columns if isinstance(first.get(column), str)]
-    if messages := [column for column in columns if keys_of(first.get(column))]:
-        if texts:
-            raise UserError(
-                f"{texts[0]!r} of {name} is text, and {messages[0]!r} holds messages. Write both as text, or both as messages: "
-                f'"{texts[0]}": [{{"role": "{"user" if texts[0] == "prompt" else "assistant"}", "content": "..."}}]'
-            )
+    messages = [column for column in columns if keys_of(first.get(column))]
+    if texts and messages:
+        raise UserError(
+            f"{texts[0]!r} of {name} is text, and {messages[0]!r} holds messages. Write both as text, or both as messages: "
+            f'"{texts[0]}": [{{"role": "{"user" if texts[0] == "prompt" else "assistant"}", "content": "..."}}]'
+        )
     for column in messages:
         keys = keys_of(first.get(column))
         if {"from", "value"} <= keys and "role" not in keys:
@@ -117,7 +117,7 @@ def check_dataset(dataset, name: str, args: SFTConfig, has_formatting_func: bool
             f"{name} has no column to train on. It has {[*first]}; needed is the text column "
             f"({args.dataset_text_field!r}) or {_NEEDED}. {_fix_of_columns(first, args.dataset_text_field)}"
         )
-    check_keys(first, name, [column for column in own_columns if column != "conversations"])
+    check_messages(first, name, [column for column in own_columns if column != "conversations"])
     if isinstance(dataset, datasets.Dataset):
         problems = _rows_without_value(dataset, [*own_columns, *({"labels"} & first.keys())])
         conversations = sorted({"messages", "conversations", *_PAIR} & {*own_columns})

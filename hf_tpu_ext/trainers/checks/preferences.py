@@ -8,7 +8,7 @@ from typing import Any
 import datasets
 
 from ...errors import UserError
-from .datasets import check_has_rows, check_keys
+from .datasets import check_has_rows, check_messages
 from .lost_rows import describe_answers, describe_cut, describe_left_out
 from .rows import TEXT_OR_MESSAGES, naming_rows, refusal_of_rows
 
@@ -49,7 +49,7 @@ def check_columns(dataset, name: str, trainer: str) -> dict[str, Any]:
                     f"No row of {name} has a value of {column!r}, as of a file without that column. Rename or add the column in the file of "
                     f"{name}."
                 )
-    check_keys(first, name, ("prompt", "chosen", "rejected", "completion"))
+    check_messages(first, name, ("prompt", "chosen", "rejected", "completion"))
     if {"chosen", "rejected"} <= names:
         return {column: first[column] for column in ("prompt", "chosen", "rejected") if column in names}
     has = f"{name} has the columns {[*first]}"

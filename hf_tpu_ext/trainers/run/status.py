@@ -223,12 +223,13 @@ class StatusMixin:
         return [f"frozen weights in bfloat16 (exact): {format_bytes(num_bytes)} of HBM instead of {whole}"]
 
     def _rounded_updates(self) -> list[str]:
-        """A line where weights are trained in so few bits that small updates are lost, on every device and upstream, too."""
+        """A line for each dtype where weights are trained in so few bits that small updates are lost, on every device and upstream, too."""
         dtypes = {parameter.dtype for parameter in self.model.parameters() if parameter.requires_grad}
-        if not (found := dtypes & _FEW_BITS.keys()):
-            return []
-        dtype = min(found, key=str)
-        return [f"trained weights are {dtype_name(dtype)}: {_FEW_BITS[dtype]}. dtype=float32 avoids that"]
+        return [
+            f"trained weights are {dtype_name(dtype)}: {lost}. dtype=float32 avoids that"
+            for dtype, lost in _FEW_BITS.items()
+            if dtype in dtypes
+        ]
 
     def _few_rows(self) -> list[str]:
         """A line where an optimizer step has more rows than there are. Trainers that generate repeat their prompts."""
