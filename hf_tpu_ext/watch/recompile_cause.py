@@ -9,7 +9,6 @@ from operator import attrgetter
 from ..backends.compiled_function import ShapeAndDtype
 from ..backends.insight import FOLDED_NUMBERS, Operation, SourceLine
 from ..formatting import dtype_name
-from ..step import deferred_reads
 from .source_lines import describe_line, package_of
 
 
@@ -135,11 +134,9 @@ def compare_operations(
     operator = _operator(operation)
     involved = (new, old, operation) if is_number else (operation, new, old)
     places = [one.place for one in involved if one is not None and one.place is not None]
-    # Where a mode has handed an operator on, torch_xla records the line of the mode; of `tensor ** number`, a line of PyTorch.
-    libraries = ("torch", "torch_xla")
-    places = [
-        place for place in places if place.file != deferred_reads.__file__ and package_of(place.file) not in libraries
-    ]
+    # Where a mode of this package has handed an operator on, torch_xla records the line of the mode; of `tensor ** number`, a line of
+    # PyTorch.
+    places = [place for place in places if package_of(place.file) not in ("hf_tpu_ext", "torch", "torch_xla")]
     where = f" [{describe_line(places[0])}]" if places else ""
     if not places and (own_code := find_own_code()):
         where = f", in {own_code}"

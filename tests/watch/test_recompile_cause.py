@@ -8,6 +8,7 @@ import transformers
 
 from hf_tpu_ext.backends.compiled_function import ShapeAndDtype
 from hf_tpu_ext.backends.insight import Operation, SourceLine
+from hf_tpu_ext.backends.xla import tensors
 from hf_tpu_ext.watch.recompile_cause import compare_dependencies, compare_operations, count_differences
 from hf_tpu_ext.watch.source_lines import describe_line, library_line, own_line
 
@@ -62,8 +63,9 @@ def test_the_first_operation_that_differs():
     assert compare_operations(before, program("1", "2", "3", place=LINE)) is None
 
 
-def test_a_line_of_pytorch_is_not_named():
-    line = SourceLine(torch._tensor.__file__, 45)
+@pytest.mark.parametrize("file", [torch._tensor.__file__, tensors.__file__], ids=["pytorch", "a mode of this package"])
+def test_a_line_that_hands_an_operator_on_is_not_named(file):
+    line = SourceLine(file, 45)
     before, after = (
         [*program(number, place=line), Operation("power", "f32[]", "", "aten::pow", line, structure=index)]
         for index, number in enumerate(("1", "1.05"), start=1)
