@@ -91,6 +91,21 @@ def test_rows_that_have_changed(runs, rows, caplog, count):
         assert line.startswith(f"train_dataset had 22 rows when {checkpoint} was written, and has 40 now. ")
 
 
+def test_a_run_that_has_done_all_its_steps(runs, caplog):
+    runs.ours(**EVERY_STEP)
+    caplog.clear()
+    trainer = runs.ours(train=False, **EVERY_STEP)
+    trainer.train(resume_from_checkpoint=True)
+    words = f"{runs.output_dir / 'checkpoint-1'} is of step 1, and this run has 1: nothing is left to train. "
+    (line,) = [record.getMessage() for record in caplog.records if "nothing is left" in record.getMessage()]
+    assert line.startswith(words) and trainer.state.global_step == 1
+    # As the line says.
+    caplog.clear()
+    trainer = runs.ours(train=False, **{**EVERY_STEP, "max_steps": 2})
+    trainer.train(resume_from_checkpoint=True)
+    assert "nothing is left" not in caplog.text and trainer.state.global_step == 2
+
+
 def test_rows_of_a_stream_are_not_counted(runs, caplog):
     data = runs.train_dataset.to_iterable_dataset()
     runs.ours(kwargs={"train_dataset": data}, **EVERY_STEP)

@@ -292,6 +292,11 @@ class ResumptionMixin:
         if self._resumed_from is None:
             return
         control.should_training_stop = self.state.global_step >= self.state.max_steps
+        if control.should_training_stop and self.args.should_save:
+            logger.warning(
+                f"{self._resumed_from} is of step {self.state.global_step}, and this run has {self.state.max_steps}: nothing is left to "
+                "train. To train on, raise max_steps, or num_train_epochs where max_steps is not set."
+            )
         # An epoch that begins now draws its order from it. One that goes on has drawn its order.
         self._load_rng_state(self._resumed_from)
         if self._evaluation_due:
