@@ -15,6 +15,8 @@ from hf_tpu_ext import TPUDPOTrainer, TPUSFTTrainer
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 LABELLED = {"prompt": "a", "completion": "b", "label": True}
 SAID = [{"role": "assistant", "content": "b"}]
+NO_ANSWER = [{"role": "assistant", "content": "c"}]
+ASKED = [{"role": "user", "content": "a"}]
 
 
 def rows(row, **changed):
@@ -57,7 +59,20 @@ def rows(row, **changed):
         ),
         (
             "dpo",
-            rows({**PAIR, "prompt": [{"role": "user", "content": "a"}]}),
+            rows({"chosen": SAID, "rejected": NO_ANSWER}),
+            [
+                "do not begin with one, which DPOTrainer needs",
+                "Add a column 'prompt', or begin both with its messages.",
+            ],
+        ),
+        (
+            "kto",
+            rows({"question": ASKED, "chosen": SAID, "rejected": NO_ANSWER}),
+            ["train_dataset has no 'prompt'", "If 'question' holds it", "dataset.rename_column('question', 'prompt')"],
+        ),
+        (
+            "dpo",
+            rows({**PAIR, "prompt": ASKED}),
             [
                 "'chosen' of train_dataset is text, and 'prompt' holds messages",
                 '"chosen": [{"role": "assistant", "content": "..."}]',
@@ -130,6 +145,32 @@ def test_rows_that_are_cut_are_counted(xla, tmp_path, kind):
     assert 0 < cut < len(tokens) and missing > 0
     assert longer[0].startswith(f"{cut} of {len(tokens)} rows of the train dataset are longer than max_length=20")
     assert f"lose their end, {missing} of all {sum(map(sum, whole))} tokens" in longer[0]
+
+
+NO_PROMPT = {"question": "a b", "chosen": "yes b", "rejected": "yes c"}
+
+
+@pytest.mark.parametrize(
+    "row, is_told",
+    [
+        (NO_PROMPT, True),
+        ({**NO_PROMPT, "chosen": "a b yes", "rejected": "a b no"}, False),
+        ({"source": "a", "chosen": ASKED + SAID, "rejected": ASKED + NO_ANSWER}, False),
+        ({"score": 1, "chosen": "yes", "rejected": "no"}, False),
+    ],
+    ids=["text", "text that begins with it", "messages that begin with it", "no other text"],
+)
+@pytest.mark.parametrize("kind", ["dpo", "reward", "kto"])
+def test_pairs_whose_prompt_is_in_another_column(xla, tmp_path, kind, row, is_told):
+    trainer = trainer_for(Case(kind), tmp_path, ours=True, train_dataset=rows(row))
+    said = [line for line in trainer.adapted.changes if "has no 'prompt'" in line]
+    assert len(said) == is_told
+    if is_told:
+        # As the line says.
+        fixed = rows(row).rename_column("question", "prompt")
+        assert said[0].endswith("dataset.rename_column('question', 'prompt')")
+        trainer = trainer_for(Case(kind), tmp_path, ours=True, train_dataset=fixed)
+        assert not any("has no 'prompt'" in line for line in trainer.adapted.changes)
 
 
 @pytest.mark.parametrize(

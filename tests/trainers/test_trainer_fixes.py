@@ -120,6 +120,18 @@ def test_columns_of_preferences(trainer, columns, renamed):
         check(dataset.rename_columns(renamed), trainer)
 
 
+@pytest.mark.parametrize("trainer", ["DPOTrainer", "KTOTrainer"])
+def test_messages_of_pairs_without_a_prompt(trainer):
+    check = lambda dataset: check_preferences(dataset, "train_dataset", trainer)  # noqa: E731
+    asked, other = [{"role": "user", "content": "a"}], [{"role": "assistant", "content": "c"}]
+    pair = {"chosen": SAID, "rejected": other}
+    assert "Add a column 'prompt', or begin both" in refusal(check, {"dataset": Dataset.from_list([pair])})
+    check(Dataset.from_list([{**pair, "prompt": asked}]))
+    check(Dataset.from_list([{column: asked + answer for column, answer in pair.items()}]))
+    dataset = Dataset.from_list([{**pair, "asked": asked}])
+    check(eval(expression(refusal(check, {"dataset": dataset})), {"dataset": dataset}))
+
+
 def test_columns_of_text(runs):
     config = runs.config()
     dataset = Dataset.from_list([{"question": "a?", "answer": "b"}] * 2)

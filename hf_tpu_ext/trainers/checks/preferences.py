@@ -1,6 +1,7 @@
 """Preference data that teaches nothing is refused by row, before a model is loaded."""
 
 import copy
+import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import datasets
 from ...errors import UserError
 from .datasets import check_has_rows, check_messages
 from .lost_rows import describe_answers, describe_cut, describe_left_out
+from .messages import first_row, keys_of
 from .rows import TEXT_OR_MESSAGES, naming_rows, refusal_of_rows
 
 
@@ -51,6 +53,17 @@ def check_columns(dataset, name: str, trainer: str) -> dict[str, Any]:
                 )
     check_messages(first, name, ("prompt", "chosen", "rejected", "completion"))
     if {"chosen", "rejected"} <= names:
+        if trainer != "RewardTrainer" and keys_of(first["chosen"]) and _lacks_prompt(first):
+            others = _columns_beside_pairs(first)
+            fix = (
+                f"{_rename_to_prompt(others)}."
+                if others
+                else "Add a column 'prompt', or begin both with its messages."
+            )
+            raise UserError(
+                f"{name} has no 'prompt', and the messages of 'chosen' and 'rejected' in its first row do not begin with one, which {trainer} "
+                f"needs. {fix}"
+            )
         return {column: first[column] for column in ("prompt", "chosen", "rejected") if column in names}
     has = f"{name} has the columns {[*first]}"
     if trainer == "KTOTrainer":
@@ -114,10 +127,50 @@ class PreferenceData:
         if isinstance(dataset, datasets.Dataset) and isinstance(prepared_dataset, datasets.Dataset):
             lines = _describe_left_out_pairs(dataset, prepared_dataset, dataset_name, args, prepare, processing_class)
             of_answers = describe_answers(dataset, dataset_name, ("chosen", "rejected", "completion"))
+            of_answers += _describe_missing_prompt(dataset, dataset_name)
             self.tell_of_rows(of_answers + lines + describe_cut(prepared_dataset, dataset_name, args))
             if dataset_name == "train" and "label" in prepared_dataset.column_names:
                 self.adapted.changes += _why_labels_are_apart(prepared_dataset, args)
         return prepared_dataset
+
+
+def _describe_missing_prompt(dataset: datasets.Dataset, name: str) -> list[str]:
+    """A line for pairs without a prompt beside a column that may hold one, by the first row: upstream trains on the answers alone."""
+    first = first_row(dataset) or {}
+    if not _lacks_prompt(first) or not (others := _columns_beside_pairs(first)):
+        return []
+    return [
+        f"the {name} dataset has no 'prompt', and 'chosen' and 'rejected' of its first row do not begin with one: the answers are trained on "
+        f"without it. {_rename_to_prompt(others)}"
+    ]
+
+
+def _lacks_prompt(first: Mapping[str, Any]) -> bool:
+    """Whether a row of pairs has no prompt: upstream takes what both answers begin with, where there is no such column."""
+    if "prompt" in first or not {"chosen", "rejected"} <= first.keys():
+        return False
+    chosen, rejected = first["chosen"], first["rejected"]
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        # Two answers may begin with the same word.
+        return len(os.path.commonprefix([chosen, rejected]).split()) < 2
+    return bool(keys_of(chosen) and keys_of(rejected)) and chosen[0] != rejected[0]
+
+
+def _columns_beside_pairs(first: Mapping[str, Any]) -> list[str]:
+    """The columns of a row, besides those of a pair, with text or messages."""
+    return [
+        column
+        for column, value in first.items()
+        if column not in ("chosen", "rejected") and (isinstance(value, str) or keys_of(value))
+    ]
+
+
+def _rename_to_prompt(columns: list[str]) -> str:
+    either = "one of " * (len(columns) > 1) + ", ".join(map(repr, columns))
+    return (
+        f"If {either} holds it, rename that column to 'prompt' in the file, or, in Python, with "
+        f"dataset.rename_column({columns[0]!r}, 'prompt')"
+    )
 
 
 def _why_labels_are_apart(dataset: datasets.Dataset, args) -> list[str]:
