@@ -39,9 +39,13 @@ _DECLARED = {
 }
 _FIELD, _OPTION = re.compile(r"^    (\w+)\s*:", re.MULTILINE), re.compile(r"[\"']--?([A-Za-z][\w-]*)[\"']")
 #: Keys that take a directory, or the name of something on the hub.
-_KEYS = ("dataset_name", "model_name_or_path", "teacher_model_name_or_path", "kd_teacher")
+_KEYS = ("dataset_name", "model_name_or_path", "teacher_model_name_or_path", "kd_teacher", "chat_template_path")
+# How the file of a chat template ends: without one of these, upstream takes the name for that of a model with a template.
+_TEMPLATES = (".jinja", ".j2")
 # What `load_dataset` calls files with these ends.
 _FORMATS = {".jsonl": "json", ".txt": "text"}
+# Files of these names are splits of the directory that they are in.
+_SPLITS = ("train", "test", "validation")
 # Keys of data.
 _OF_DATA = ("dataset_name", "datasets")
 # What is meant by keys that no spelling leads to.
@@ -171,7 +175,7 @@ def check_paths(recipe: Recipe, reads_data: bool = True) -> None:
         what = "a path of datasets" if key == "datasets" else key
         message = f"{recipe.where(key)}: {what} is {value!r}, and there is no such file or directory in {os.getcwd()}, where paths begin."
         hint = hint_at_similar(value)
-        if not may_be_on_hub(value):
+        if not may_be_on_hub(value) or key == "chat_template_path" and value.endswith(_TEMPLATES):
             raise NoSuchPath(message + hint, is_data=True) if key in _OF_DATA else UserError(message + hint)
         # A teacher whose cache is there is not loaded.
         if key != "kd_teacher" and "HF_HUB_OFFLINE" not in os.environ and not _is_cached(value) and not _reaches(hub):
@@ -211,13 +215,18 @@ def _reaches(address: str) -> bool:
 
 def _refuse_file(recipe: Recipe, key: str, file: str) -> None:
     directory, suffix = os.path.splitext(file)
+    parent, stem = os.path.split(directory)
     if key == "datasets":
         raise UserError(
             f"{recipe.where(key)}: a path of datasets is the file {file!r}. Name its format and the file:\ndatasets:\n"
             f"  - path: {_FORMATS.get(suffix, suffix[1:])}\n    data_files: {file}"
         )
+    told = f"{recipe.where(key)}: dataset_name is the file {file!r}, and load_dataset takes directories."
+    # Of `.`, upstream makes a dataset without a name, which it refuses.
+    if stem in _SPLITS and os.path.basename(parent) not in ("", "."):
+        raise UserError(f"{told} Name the one that it is in: --dataset_name {shlex.quote(parent)}")
     raise UserError(
-        f"{recipe.where(key)}: dataset_name is the file {file!r}, and load_dataset takes directories. Put it into one: "
+        f"{told} Put it into one: "
         f"{shlex.join(['mkdir', directory])} && {shlex.join(['mv', file, f'{directory}/train{suffix}'])}, and then "
         f"--dataset_name {shlex.quote(directory)}"
     )

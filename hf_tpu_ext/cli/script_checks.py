@@ -19,6 +19,9 @@ from ..hub_names import hint_at_similar
 
 # What TRL's scripts know by name.
 _OF_TRL = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
+# Modules of `datasets` that raise errors of their own: what reads the first lines of files, and what finds no row in them.
+_READS_LINES = "datasets.utils.json"
+_FIND_NO_ROW = ("datasets.packaged_modules.json.json", "datasets.arrow_reader")
 # Files with rows end like this. A dataset's card and hidden files do not.
 _SUFFIXES = {".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt"}
 
@@ -80,23 +83,28 @@ def check_reward_functions(names: Iterable[str]) -> None:
 def naming_broken_rows(script_args, dataset_args) -> Iterator[None]:
     """
     Context in which the datasets of a recipe are read, which TRL's arguments name. Where that fails and one of them is a directory
-    here, the first line of its `.jsonl` files that is no JSON is named (`ValueError`), or the columns of files that differ. Every
-    other error is upstream's.
+    here, the first of its `.jsonl` files without a row is named (`ValueError`), the first line that is no JSON, or the columns of
+    files that differ. Every other error is upstream's.
     """
     from datasets.exceptions import DatasetGenerationError
     from datasets.table import CastError
 
     try:
         yield
-    except (DatasetGenerationError, ValueError) as error:
+    except (DatasetGenerationError, StopIteration, ValueError) as error:
         raised_in = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
-        # What reads the first lines raises an error of its own.
-        if not isinstance(error, DatasetGenerationError) and raised_in != "datasets.utils.json":
+        if not isinstance(error, DatasetGenerationError) and raised_in not in (_READS_LINES, *_FIND_NO_ROW):
             raise
         names = [script_args.dataset_name, *(dataset.path for dataset in dataset_args.datasets or ())]
         files_of_columns = {}
         for file in (file for name in names if name is not None for file in sorted(Path(name).rglob("*.jsonl"))):
-            for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+            lines = file.read_bytes().splitlines()
+            # An empty file beside others of its split is no mistake.
+            if raised_in in _FIND_NO_ROW and not any(map(bytes.strip, lines)):
+                raise UserError(
+                    f"{file} has no row. Write rows into it, each on a line of its own, or remove the file."
+                ) from error
+            for number, line in enumerate(lines, start=1):
                 try:
                     row = json.loads(line or "null")
                 except ValueError as reason:

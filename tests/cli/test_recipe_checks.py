@@ -6,12 +6,14 @@ what may be a name on the hub is not, unless there is no way to the hub.
 import dataclasses
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
 
 import pytest
 import yaml
+from datasets import load_dataset
 from fixes import refusal
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
@@ -248,6 +250,37 @@ def test_data_in_a_file(here):
     subprocess.run(commands, shell=True, check=True)
     assert (here / option / "train.jsonl").read_text() == "{}"
     check_paths(Recipe(command_line={"dataset_name": option}))
+
+
+@pytest.mark.parametrize("name", ["train", "test", "validation"])
+def test_data_in_a_file_of_a_split(here, name):
+    """It stays beside the other splits. Of the directory `.`, `load_dataset` makes nothing."""
+    (here / "my data").mkdir()
+    (here / "my data" / f"{name}.jsonl").write_text('{"text": "a"}\n')
+    message = refusal(lambda **keys: check_paths(Recipe(command_line=keys)), {"dataset_name": f"my data/{name}.jsonl"})
+    assert "mkdir" not in message
+    (directory,) = shlex.split(message.partition("--dataset_name ")[2])
+    check_paths(Recipe(command_line={"dataset_name": directory}))
+    assert [*load_dataset(directory, cache_dir=str(here / "cache"))] == [name]
+    (here / f"{name}.jsonl").write_text("{}")
+    for file in (f"{name}.jsonl", f"./{name}.jsonl"):
+        assert "mkdir" in refusal(lambda **keys: check_paths(Recipe(command_line=keys)), {"dataset_name": file})
+
+
+def test_a_chat_template_that_is_not_there(here, monkeypatch):
+    """A file is never looked for on the hub; what has another name may be a model there, whose template is taken."""
+    monkeypatch.setattr("hf_tpu_ext.cli.recipe_checks._reaches", lambda address: True)
+    (here / "chat.jinja").write_text("")
+
+    def check(**file):
+        check_paths(Recipe(path="recipe.yaml", file=file))
+
+    for value, near in [("chta.jinja", "chat.jinja"), ("nix.jinja", None), ("other/nix.j2", None), ("./nix", None)]:
+        message = refusal(check, {"chat_template_path": value})
+        assert f"recipe.yaml: chat_template_path is {value!r}, and there is no such file or directory in" in message
+        assert re.findall("Did you mean '(.*)'", message) == [near] * (near is not None)
+    for value in ("chat.jinja", "tiny/model", "Qwen/Qwen3-0.6B"):
+        check(chat_template_path=value)
 
 
 def test_data_that_nothing_reads(here):

@@ -69,6 +69,45 @@ def test_a_first_line_that_is_no_json(here):
             raise ValueError("not read there")
 
 
+@pytest.mark.parametrize(
+    ("files", "empty"),
+    [
+        ({"train": ""}, "train"),
+        ({"train": "\n"}, "train"),
+        ({"train": "", "test": '{"text": "a"}\n'}, "train"),
+        ({"train": '{"text": "a"}\n', "test": ""}, "test"),
+    ],
+    ids=str,
+)
+def test_a_file_without_a_row(here, files, empty):
+    (here / "chats").mkdir()
+    for name, text in files.items():
+        (here / "chats" / f"{name}.jsonl").write_text(text)
+
+    def check(name="chats"):
+        with naming_broken_rows(ScriptArguments(name), DatasetMixtureConfig()):
+            return datasets.load_dataset("chats", cache_dir=str(here / "cache"))
+
+    with pytest.raises(UserError, match=f"^chats/{empty}.jsonl has no row. Write rows into it, .* or remove the file"):
+        check()
+    with pytest.raises((StopIteration, ValueError), match="^$|^Instruction"):
+        check("tiny")
+    others = [name for name in files if name != empty]
+    (here / "chats" / f"{empty}.jsonl").write_text('{"text": "b"}\n')
+    assert {*check()} == {*files}
+    (here / "chats" / f"{empty}.jsonl").unlink()
+    assert not others or [*check()] == others
+
+
+def test_an_empty_file_beside_others_of_its_split(here):
+    (here / "chats").mkdir()
+    (here / "chats" / "train-0.jsonl").write_text("")
+    (here / "chats" / "train-1.jsonl").write_text('{"text": "a"\n')
+    with pytest.raises(UserError, match="chats/train-1.jsonl, line 1, is not JSON"):
+        with naming_broken_rows(ScriptArguments("chats"), DatasetMixtureConfig()):
+            datasets.load_dataset("chats", cache_dir=str(here / "cache"))
+
+
 def test_files_of_other_columns(here):
     (here / "pairs").mkdir()
     (here / "pairs" / "train.jsonl").write_text('{"chosen": "a", "rejcted": "b"}\n')
