@@ -29,7 +29,7 @@ _backends: dict[str, Backend] = {}
 
 
 @without_garbage_collection()
-def select_backend(name: str | None = None, num_chips: int | None = None) -> Backend:
+def select_backend(name: str | None = None, num_chips: int | None = None, use_cpu: bool = False) -> Backend:
     """
     Choose the accelerator for this process. Neither a device nor the XLA runtime is started.
 
@@ -44,15 +44,21 @@ def select_backend(name: str | None = None, num_chips: int | None = None) -> Bac
         num_chips (`int`, *optional*):
             How many of the accelerator's chips to drive. By default what the environment variable `TPU_NUM_DEVICES` says,
             or all.
+        use_cpu (`bool`, *optional*, defaults to `False`):
+            Upstream's field: `"cpu"`, whatever the environment says.
 
     Returns:
         [`Backend`]: The backend; the same object for the same choice.
 
     Raises:
-        `ValueError`: The name is unknown, the accelerator that was asked for is absent, it has fewer chips, or the
-            environment asks for a device that there is not.
+        `ValueError`: The name is unknown or not that of `use_cpu`, the accelerator that was asked for is absent, it has fewer
+            chips, or the environment asks for a device that there is not.
     """
-    backend = find_backend(name)
+    if use_cpu and name not in (None, "auto", "cpu"):
+        raise UserError(
+            f"backend={name!r} and use_cpu=True ask for two devices. Set backend='cpu' to train on the CPU, or use_cpu=False."
+        )
+    backend = find_backend("cpu" if use_cpu else name)
     backend.use_chips(*_requested_chips(num_chips))
     _switch_off_upstream_xla()
     if backend.name != "cuda":

@@ -190,7 +190,7 @@ class ExtensionArguments:
 
     def __post_init__(self):
         # Upstream takes a device while it sets up its own fields, so the choice comes first.
-        backend = select_backend("cpu" if self.use_cpu else self.backend, self.num_chips)
+        backend = select_backend(self.backend, self.num_chips, self.use_cpu)
         if self.deepspeed:
             # Upstream asks for the package as soon as it reads this.
             if backend.shards_by_annotation:

@@ -75,7 +75,7 @@ class SetUpMixin:
         args, model = arguments.arguments["args"], arguments.arguments.get("model")
         # The class holds the defaults.
         extension = args if isinstance(args, ExtensionArguments) else ExtensionArguments
-        self.backend = select_backend("cpu" if args.use_cpu else extension.backend, extension.num_chips)
+        self.backend = select_backend(extension.backend, extension.num_chips, args.use_cpu)
         #: As in [`ExtensionArguments`].
         self.compile_step = extension.compile_step
         check_trainer(type(self), arguments.arguments, self.backend.unknown_upstream)

@@ -8,7 +8,7 @@ from datasets import Dataset, concatenate_datasets, load_dataset
 from trl import SFTTrainer
 
 from hf_tpu_ext.errors import UserError
-from hf_tpu_ext.trainers.checks.lost_rows import describe_answers
+from hf_tpu_ext.trainers.checks.lost_rows import describe_answers, describe_cut
 
 
 MAX_LENGTH = 24
@@ -109,6 +109,13 @@ def test_empty_answers(runs, rows, blank):
             f" of {len(dataset)} rows of the train dataset have an empty answer ({blank}; the first is row 0), from which a model learns"
             in lines[0]
         )
+
+
+def test_a_negative_length_leaves_out_the_end_of_each_row(runs):
+    """As upstream's slices take it, which XLA refuses."""
+    tokens = Dataset.from_dict({"input_ids": [[1, 2, 3], [4]]})
+    (line,) = describe_cut(tokens, "train", runs.config(max_length=-2))
+    assert line.startswith("max_length=-2 takes the last 2 tokens from each of the 2 rows of the train dataset.")
 
 
 MIXED = {**BLANK, "tags": ["a", 1]}

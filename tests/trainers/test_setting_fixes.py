@@ -29,6 +29,7 @@ LEAVE_OUT = "eave it out"
 @pytest.mark.parametrize(
     ("settings", "fixes"),
     [
+        (dict(backend="xla", use_cpu=True), ["Set backend='cpu'", "or use_cpu=False"]),
         (dict(deepspeed="zero3.json"), [LEAVE_OUT, "Leave it out of the recipe; mesh='fsdp'"]),
         (dict(deepspeed="zero3.json", backend="cpu"), ["leave deepspeed out"]),
         (dict(mesh="model"), ["Set mesh='data' (weights replicated), mesh='fsdp'"]),

@@ -182,6 +182,32 @@ def test_columns_with_other_names(runs, row, columns):
     assert len(trainer.train_dataset) == 2
 
 
+@pytest.mark.parametrize("first", ["text", "messages"])
+@pytest.mark.parametrize("columns", [("prompt", "completion"), ("prompt", "chosen", "rejected")], ids=["sft", "dpo"])
+def test_rows_of_text_beside_rows_of_messages(runs, columns, first):
+    """Upstream takes all for what the first is, and gives the others no end, or fails."""
+    said = {
+        "text": {column: f"{column} of a row" for column in columns},
+        "messages": {column: [{"role": "user", "content": column}] for column in columns},
+    }
+    (other,) = {*said} - {first}
+    dataset = Dataset.from_list([said[first], said[other], said[first]], on_mixed_types="use_json")
+
+    def check(dataset):
+        if "chosen" in columns:
+            check_preferences(dataset, "train_dataset", "RewardTrainer")
+        else:
+            check_dataset(dataset, "train_dataset", runs.config(), False)
+
+    message = refusal(check, {"dataset": dataset})
+    assert (
+        message.startswith("Row 1 of train_dataset (the first is row 0): '") and "one of both in all rows" in message
+    )
+    left = eval(expression(message), {"dataset": dataset})
+    assert len(left) == 2
+    check(left)
+
+
 @pytest.mark.parametrize("wrapped", [False, True], ids=["config", "model"])
 def test_adapters_of_sparse_tensors(tiny_model, wrapped):
     """Each of the adapters of a model, or that which a trainer would add to it."""
@@ -482,26 +508,29 @@ def test_a_file_that_is_damaged(tmp_path):
 def test_rows_of_a_checkpoint_of_more_chips():
     """12 rows of 4 chips: 5 chips cannot take them."""
 
-    def check(num_chips, per_device_train_batch_size=3, backend="xla"):
+    def check(num_chips, per_device_train_batch_size=3, backend="xla", accumulation=1):
         args = SimpleNamespace(
             per_device_train_batch_size=per_device_train_batch_size,
             train_batch_size=per_device_train_batch_size * num_chips,
             world_size=1,
-            gradient_accumulation_steps=1,
+            gradient_accumulation_steps=accumulation,
         )
         chips = SimpleNamespace(
             _args=args,
             _backend=SimpleNamespace(name=backend),
             _num_workers=num_chips,
-            rows_per_step=per_device_train_batch_size * num_chips,
+            rows_per_step=per_device_train_batch_size * num_chips * accumulation,
             recipe_rows=per_device_train_batch_size,
         )
         Chips.keep_rows_per_step(chips, {"rows_per_step": 12, "num_workers": 4, "recipe_rows": 3})
+        return args.per_device_train_batch_size * num_chips * args.gradient_accumulation_steps
 
     message = refusal(check, {"num_chips": 5})
     assert "Set num_chips to a number that divides 12, or set another per_device_train_batch_size" in message
-    for num_chips in (1, 2, 3, 4, 6, 12):
-        check(num_chips)
+    assert check(4) == 12
+    for num_chips in (1, 2, 3, 6, 12):
+        for accumulation in (1, 2, 5):
+            assert check(num_chips, accumulation=accumulation) == 12
     check(5, per_device_train_batch_size=2)
     message = refusal(check, {"num_chips": 5, "backend": "cpu"})
     assert "on 4 devices, which 5 devices cannot keep" in message and "Set num_processes to a number" in message

@@ -13,7 +13,7 @@ from trl import SFTConfig
 from ...errors import UserError
 from ...vision.collator import IMAGE_COLUMNS
 from .messages import first_row, keys_of, read_column
-from .rows import refusal_of_rows, unusual_rows
+from .rows import refusal_of_rows, rows_of_other_kind, unusual_rows
 
 
 _PAIR = ("prompt", "completion")
@@ -121,6 +121,7 @@ def check_dataset(dataset, name: str, args: SFTConfig, has_formatting_func: bool
     if isinstance(dataset, datasets.Dataset):
         problems = _rows_without_value(dataset, [*own_columns, *({"labels"} & first.keys())])
         conversations = sorted({"messages", "conversations", *_PAIR} & {*own_columns})
+        problems |= rows_of_other_kind(dataset, [column for column in own_columns if column in _PAIR])
         for column in conversations:
             problems |= _rows_of_mistyped_roles(dataset, column)
         if problems:

@@ -186,7 +186,7 @@ REFUSED_ANYWHERE = at(
     refusal(
         "max_length",
         "is not positive. Set it to the longest sequence that you want to keep, in tokens, for example max_length=1024.",
-        values="below 1",
+        values="of 0, and below on XLA or with packing",
         when=_is_no_length,
     ),
     *(

@@ -49,6 +49,12 @@ def describe_cut(dataset: datasets.Dataset, name: str, args: TrainingArguments, 
     if not is_cut or not len(dataset):
         return []
     lengths = _sequence_lengths(dataset)
+    if args.max_length < 0:
+        # As a slice takes it: so many tokens are left out at the end of each row.
+        return [
+            f"max_length={args.max_length} takes the last {-args.max_length:,} tokens from each of the {len(dataset):,} rows of the {name} "
+            "dataset. A positive one is the length to keep"
+        ]
     beyond = np.maximum(lengths - args.max_length, 0)
     cut, lost, tokens = np.count_nonzero(beyond.any(0)), beyond.sum(), lengths.sum()
     if not cut:

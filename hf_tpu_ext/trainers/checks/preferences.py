@@ -12,7 +12,7 @@ from ...errors import UserError
 from .datasets import check_has_rows, check_messages
 from .lost_rows import describe_answers, describe_cut, describe_left_out
 from .messages import first_row, keys_of
-from .rows import TEXT_OR_MESSAGES, naming_rows, refusal_of_rows
+from .rows import TEXT_OR_MESSAGES, naming_rows, refusal_of_rows, rows_of_other_kind
 
 
 _PAIRS = "'chosen' and 'rejected' (and 'prompt', unless both begin with it)"
@@ -31,6 +31,8 @@ def check_preferences(dataset, name: str, trainer: str) -> None:
         return
     rows = _rows(dataset, [*first]) if isinstance(dataset, datasets.Dataset) else [first]
     problems = {index: problem for index, row in enumerate(rows) if (problem := _problem(row))}
+    if isinstance(dataset, datasets.Dataset):
+        problems = dict(sorted({**rows_of_other_kind(dataset, [*first]), **problems}.items()))
     if problems:
         raise refusal_of_rows(dataset, name, problems)
 

@@ -135,6 +135,25 @@ def unusual_rows(dataset: datasets.Dataset, columns: Sequence[str]) -> dict[int,
     return found
 
 
+def rows_of_other_kind(dataset: datasets.Dataset, columns: Sequence[str]) -> dict[int, tuple[str, str]]:
+    """
+    The rows with text in a column that has messages in the first row, or the other way round: upstream ends text with a token of its
+    own if the first row has text. Such a column is read as JSON.
+    """
+    found = {}
+    for column in columns:
+        if not isinstance(dataset.features[column], datasets.Json):
+            continue
+        first_is_text = isinstance(dataset[0][column], str)
+        words = ("holds messages", "is text") if first_is_text else ("is text", "holds messages")
+        problem = f"{column!r} {words[0]}, and {words[1]} in row 0; give one of both in all rows"
+        keep = f"{'' if first_is_text else 'not '}isinstance(row[{column!r}], str)"
+        for row, values in enumerate(_read(dataset, [column])):
+            if isinstance(values[column], str) != first_is_text:
+                found[row] = problem, keep
+    return found
+
+
 def _read(dataset: datasets.Dataset, columns: Sequence[str]) -> datasets.Dataset:
     return dataset.with_format(None).select_columns([column for column in columns if column in dataset.column_names])
 

@@ -36,7 +36,7 @@ def check_recipe(args: ExtensionArguments) -> None:
     Refuse what cannot work, before any data is loaded, with a `ValueError` that says what to set instead. It is for runs that
     train with an optimizer of upstream's.
     """
-    backend = select_backend("cpu" if args.use_cpu else args.backend, args.num_chips)
+    backend = select_backend(args.backend, args.num_chips, args.use_cpu)
     adapt(args, Place.of(backend, args), {"train_dataset": True})
 
 

@@ -45,7 +45,7 @@ class RewardedArguments(RolloutArguments):
     )
 
     def __post_init__(self):
-        backend = select_backend("cpu" if self.use_cpu else self.backend, self.num_chips)
+        backend = select_backend(self.backend, self.num_chips, self.use_cpu)
         generation_rows, steps = self.generation_batch_size, self.steps_per_generation
         # Both are refused by upstream.
         self._own_generation_rows = generation_rows if steps is None else None

@@ -204,8 +204,8 @@ class Chips:
         Continue a checkpoint, which keeps `state`, with the global batch size that it was written with: change the arguments.
 
         On another number of chips the same recipe means another batch, and so another trajectory. If that is all that
-        has changed, accumulation makes up for it, or else the rows of a chip. If the recipe asks for other rows, it
-        gets them.
+        has changed, accumulation makes up for it, or else the rows of a chip, or both. If the recipe asks for other rows,
+        it gets them.
         """
         args, workers = self._args, self._num_workers
         rows = state.get("rows_per_step")
@@ -221,6 +221,11 @@ class Chips:
             args.gradient_accumulation_steps = rows // rows_at_once
         elif rows % (workers * args.gradient_accumulation_steps) == 0:
             args.per_device_train_batch_size = rows // (workers * args.gradient_accumulation_steps)
+        elif rows % workers == 0:
+            rows_of_chip = rows // workers
+            # As many at once as divide them, and not more than the recipe has, which fit into the memory.
+            at_once = next(n for n in range(args.per_device_train_batch_size, 0, -1) if rows_of_chip % n == 0)
+            args.per_device_train_batch_size, args.gradient_accumulation_steps = at_once, rows_of_chip // at_once
         else:
             raise UserError(
                 f"{before} on {count(state['num_workers'], kind)}, which {count(workers, kind)} cannot keep with this recipe. "

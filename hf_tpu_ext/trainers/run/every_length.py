@@ -156,7 +156,7 @@ def open_compile_cache(args: ExtensionArguments) -> list[str]:
     Open the compilation cache that a warm-up is to fill. Returns one line for each thing that a person should know.
     Nothing to compile, or nowhere to keep it, is a `ValueError`.
     """
-    backend = select_backend("cpu" if args.use_cpu else args.backend, args.num_chips)
+    backend = select_backend(args.backend, args.num_chips, args.use_cpu)
     if not backend.static_shapes:
         raise UserError(
             f"There is nothing to warm up: nothing is compiled on {backend.name} ({backend.reason}). Run this command on "
