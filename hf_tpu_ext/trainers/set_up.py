@@ -387,3 +387,6 @@ def bind_device(args: TrainingArguments, backend: Backend) -> None:
         args.use_cpu = backend.device.type == "cpu"
         del vars(args)["_setup_devices"]
         assert args.device.type == backend.device.type
+    if backend.device.type == "cpu":
+        # As upstream does with `use_cpu`: PyTorch warns of it at each loader.
+        args.dataloader_pin_memory = False
