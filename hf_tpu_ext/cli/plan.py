@@ -278,6 +278,8 @@ def _with_synthetic_rows(recipe: Recipe, command: str, directory: Path, lengths:
         masks = {"completion_only_loss": "completion_mask", "assistant_only_loss": "assistant_masks"}
         columns = ["input_ids", *(column for setting, column in masks.items() if recipe.says_yes(setting))]
         rows = [{column: [1] * length for column in columns} for length in lengths]
+        # Upstream reads the masks without it, and with it looks for messages.
+        command_line["assistant_only_loss"] = "false"
     elif command in ("grpo", "rloo", "distillation"):
         rows = [{"prompt": _prompt_of(recipe, length)} for length in lengths]
     elif command == "reward":

@@ -9,10 +9,15 @@ import sys
 
 import forked
 import pytest
+from datasets import Dataset
 from transformers import AutoConfig
 
+from hf_tpu_ext import TPUSFTConfig
+from hf_tpu_ext.cli.plan import _with_synthetic_rows
+from hf_tpu_ext.cli.recipe import Recipe
 from hf_tpu_ext.examples.tiny import make_arithmetic, make_model, make_tokenizer
 from hf_tpu_ext.installing import install_command
+from hf_tpu_ext.trainers.checks.datasets import check_dataset
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +170,16 @@ def test_search_of_several_at_once_finds_the_same(plan):
         found.append((planned["trials"], planned["advice"]))
     assert len(found[0][0]) > 0
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("setting", ["completion_only_loss", "assistant_only_loss"])
+def test_synthetic_rows_of_a_loss_on_answers(tmp_path, setting):
+    """They are tokens, with a mask of the answers."""
+    recipe = _with_synthetic_rows(Recipe(file={setting: "true"}), "sft", tmp_path, [4])
+    rows = Dataset.from_json(str(tmp_path / "train.jsonl"), cache_dir=str(tmp_path / "cache"))
+    assert len(rows.column_names) == 2
+    args = TPUSFTConfig(str(tmp_path), use_cpu=True, **{setting: recipe.says_yes(setting)})
+    check_dataset(rows, "train_dataset", args, has_formatting_func=False)
 
 
 @pytest.mark.slow

@@ -10,13 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import trl
 from datasets import Dataset
 from fixes import assert_fixes, refusal
 from peft import LoraConfig, ShiraConfig, get_peft_model
 from preference import Case, rows_for, trainer_for
 from rollouts import Case as RolloutCase
 from rollouts import trainer_for as rollout_trainer_for
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl import GRPOConfig
 
 from hf_tpu_ext import TPUDPOConfig, TPUDPOTrainer, TPUGRPOTrainer, TPUSFTConfig
@@ -367,6 +368,79 @@ def test_chat_template_without_generation_markers(check, runs, rows, tmp_path, m
     message = refusal(lambda **settings: check(**data, **settings), {"assistant_only_loss": True})
     (path,) = re.findall("chat_template_path='(.*?)'", message)
     check(**data, assistant_only_loss=True, chat_template_path=path)
+
+
+@pytest.mark.parametrize("assistant_only_loss", [False, True])
+def test_messages_without_a_chat_template(check, runs, tiny_model, tmp_path, monkeypatch, assistant_only_loss):
+    # Where the fixes look for it.
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_model, "Qwen/Qwen3-0.6B")
+    Path("template.jinja").write_text(runs.tokenizer.chat_template)
+    chats = Dataset.from_list([{"messages": ASKED_AND_SAID}] * 4)
+    settings = {"train_dataset": chats, "eval_dataset": None, "assistant_only_loss": assistant_only_loss}
+
+    def made(**settings):
+        runs.tokenizer.chat_template = None
+        check(**settings)
+
+    fixes = ["chat_template_path='template.jinja'", "chat_template_path='Qwen/Qwen3-0.6B'"]
+    assert_fixes(made, settings, *fixes)
+    assert f"he tokenizer of {str(tiny_model)!r} has no chat template" in refusal(made, settings)
+    # Text needs none.
+    made(train_dataset=runs.train_dataset)
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto", "reward"])
+def test_messages_of_preferences_without_a_chat_template(xla, tiny_model, tmp_path, kind):
+    directory = tmp_path / "model"
+    shutil.copytree(tiny_model, directory)
+    template = (directory / "chat_template.jinja").read_text()
+    (directory / "chat_template.jinja").unlink()
+
+    def made(**settings):
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        case = Case(kind, {**settings, "max_length": 96}, data="conversation")
+        given = {"train_dataset": rows_for(kind, "conversation", 4), "processing_class": tokenizer}
+        trainer_for(case, tmp_path, ours=True, **given)
+
+    message = refusal(made, {})
+    assert f"holds messages, and the tokenizer of {str(directory)!r} has no chat template" in message
+    (tmp_path / "template.jinja").write_text(template)
+    if kind == "reward":
+        assert "Give one: chat_template_path='template.jinja'" in message
+        made(chat_template_path=str(tmp_path / "template.jinja"))
+    else:
+        assert "Put one into the directory of the model, as chat_template.jinja; or, in Python" in message
+        (directory / "chat_template.jinja").write_text(template)
+        made()
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"conversations": SHAREGPT}, "column 'conversations', of messages with 'from' and 'value'"),
+        ({"text": "a"}, "column 'text', of text"),
+        ({"prompt": "a", "completion": "b"}, "columns 'prompt' and 'completion', of text"),
+        ({"input_ids": [5, 6]}, "column 'input_ids', of tokens"),
+    ],
+    ids=str,
+)
+def test_answers_without_roles(check, row, words):
+    """Those of an evaluation set are taken, as upstream takes them."""
+    dataset = Dataset.from_list([row] * 4)
+    settings = {"train_dataset": dataset, "eval_dataset": None, "assistant_only_loss": True}
+    assert_fixes(check, settings, "eave assistant_only_loss out")
+    message = refusal(check, settings)
+    assert f"train_dataset is trained on by its {words}" in message
+    chats = Dataset.from_list([{"messages": ASKED_AND_SAID}] * 4)
+    check(train_dataset=chats, eval_dataset=dataset, assistant_only_loss=True)
+    if "conversations" in row:
+        converted = eval(expression(message), {"dataset": dataset, "trl": trl})
+        assert converted.column_names == ["messages"]
+        check(**{**settings, "train_dataset": converted})
+    # Beside messages with roles, upstream reads those.
+    if "prompt" not in row:
+        check(**{**settings, "train_dataset": Dataset.from_list([{**row, "messages": ASKED_AND_SAID}] * 4)})
 
 
 def test_text_to_predict(check):

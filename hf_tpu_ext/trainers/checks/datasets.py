@@ -13,7 +13,7 @@ from trl import SFTConfig
 from ...errors import UserError
 from ...vision.collator import IMAGE_COLUMNS
 from .messages import first_row, keys_of, read_column
-from .rows import refusal_of_rows, rows_of_other_kind, unusual_rows
+from .rows import TEXT_OR_MESSAGES, refusal_of_rows, rows_of_other_kind, unusual_rows
 
 
 _PAIR = ("prompt", "completion")
@@ -118,6 +118,10 @@ def check_dataset(dataset, name: str, args: SFTConfig, has_formatting_func: bool
             f"({args.dataset_text_field!r}) or {_NEEDED}. {_fix_of_columns(first, args.dataset_text_field)}"
         )
     check_messages(first, name, [column for column in own_columns if column != "conversations"])
+    # Of an evaluation set, upstream takes what is no conversation.
+    has_roles = any("role" in keys_of(first.get(column)) for column in TEXT_OR_MESSAGES)
+    if args.assistant_only_loss and name == "train_dataset" and not has_roles:
+        _refuse_without_roles(first, name, own_columns)
     if isinstance(dataset, datasets.Dataset):
         problems = _rows_without_value(dataset, [*own_columns, *({"labels"} & first.keys())])
         conversations = sorted({"messages", "conversations", *_PAIR} & {*own_columns})
@@ -128,6 +132,30 @@ def check_dataset(dataset, name: str, args: SFTConfig, has_formatting_func: bool
             # Behind what is surely wrong, what may be, for it not to take another start.
             others = unusual_rows(dataset, conversations)
             raise refusal_of_rows(dataset, name, dict(sorted(problems.items())) | others | problems)
+
+
+def _refuse_without_roles(first: Mapping[str, Any], name: str, own_columns: Sequence[str]) -> None:
+    """Refuse columns to train on that lack the roles that `assistant_only_loss` reads (`ValueError`), by the `first` row of a dataset."""
+    column, keys = own_columns[-1], keys_of(first[own_columns[-1]])
+    needs = (
+        f"assistant_only_loss=True needs messages with the keys 'role' and 'content', and {name} is trained on by its column"
+        f"{'s' * (len(own_columns) > 1)} {' and '.join(map(repr, own_columns))}"
+    )
+    if {"from", "value"} <= keys:
+        raise UserError(
+            f"{needs}, of messages with 'from' and 'value'. In the file, rename the column to 'messages', the keys to 'role' and 'content', "
+            "and the roles to 'user' and 'assistant'; in Python, dataset.map(trl.maybe_convert_to_chatml) renames the column and the keys. "
+            "Or leave assistant_only_loss out."
+        )
+    if isinstance(first[column], str):
+        raise UserError(
+            f"{needs}, of text. Write conversations into a column 'messages', or leave assistant_only_loss out"
+            f"{': without it, only the completion is trained on' if own_columns == _PAIR else ''}."
+        )
+    if column == "input_ids":
+        raise UserError(
+            f"{needs}, of tokens. Leave assistant_only_loss out, and mark the answers in 'labels' or 'assistant_masks'."
+        )
 
 
 def _fix_of_columns(first: Mapping[str, Any], text_field: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 
 from ...errors import UserError
+from .chat_template import check_chat_template
 from .datasets import check_has_rows, check_messages
 from .lost_rows import describe_answers, describe_cut, describe_left_out
 from .messages import first_row, keys_of
@@ -122,6 +123,7 @@ class PreferenceData:
         """[`~hf_tpu_ext.trainers.checks.upstream.check_trainer`] does so, with the columns of preferences."""
 
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
+        check_chat_template(dataset, f"{dataset_name} dataset", TEXT_OR_MESSAGES, processing_class, args)
         prepare = super()._prepare_dataset
         alone = partial(prepare, processing_class=processing_class, args=args, dataset_name=dataset_name)
         with naming_rows({f"the {dataset_name} dataset": dataset}, TEXT_OR_MESSAGES, alone):

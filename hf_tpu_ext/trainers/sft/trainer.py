@@ -1,6 +1,5 @@
 """Supervised fine-tuning."""
 
-from collections.abc import Callable
 from copy import copy
 from typing import Any
 
@@ -21,6 +20,7 @@ from ...callbacks.samples import ShowSamples
 from ...data.packing import PackedCollator
 from ...errors import UserError
 from ..checkpoint.saving import UPSTREAM_METRICS
+from ..checks.chat_template import check_chat_template, has_generation_markers, training_chat_template
 from ..checks.datasets import check_dataset, named_datasets, trained_columns
 from ..checks.families import why_not_packed
 from ..checks.lost_rows import describe_answers, describe_lost
@@ -73,7 +73,11 @@ class TPUSFTTrainer(DistillationMixin, QuantizationMixin, TPUTrainerMixin, SFTTr
             check_dataset(dataset, name, trainer_kwargs["args"], has_formatting_func)
 
     def _set_up(self, call) -> None:
-        names, args = {"get_training_chat_template": _training_chat_template}, call.arguments["args"]
+        names: dict[str, Any] = {
+            "has_generation_markers": has_generation_markers,
+            "get_training_chat_template": training_chat_template,
+        }
+        args = call.arguments["args"]
         if isinstance(args, TPUSFTConfig) and args.from_scratch:
             if not isinstance(call.arguments.get("model"), str):
                 raise UserError(
@@ -88,6 +92,7 @@ class TPUSFTTrainer(DistillationMixin, QuantizationMixin, TPUTrainerMixin, SFTTr
         prepare, settings = super()._prepare_dataset, (processing_class, args, packing, formatting_func, dataset_name)
         # What a function of the user's makes text of is its own.
         columns = () if formatting_func is not None else (*TEXT_OR_MESSAGES, args.dataset_text_field)
+        check_chat_template(dataset, f"{dataset_name} dataset", columns, processing_class, args)
         datasets_by_name = {f"the {dataset_name} dataset": dataset}
         with naming_rows(datasets_by_name, columns, lambda row: prepare(row, *settings), args.assistant_only_loss):
             if not isinstance(dataset, Dataset):
@@ -160,19 +165,6 @@ class TPUSFTTrainer(DistillationMixin, QuantizationMixin, TPUTrainerMixin, SFTTr
 
     def _loss_sums_tokens(self, model) -> bool:
         return self.model_accepts_loss_kwargs and self.compute_loss_func is None
-
-
-def _training_chat_template(processing_class, get_training_chat_template: Callable[..., str | None]) -> str | None:
-    """TRL's `get_training_chat_template`, whose refusal names no fix."""
-    try:
-        return get_training_chat_template(processing_class)
-    except ValueError as error:
-        raise UserError(
-            "assistant_only_loss=True needs a chat template with {% generation %} and {% endgeneration %} around what the assistant "
-            "says. This model's has none, and TRL knows no template to put in its place. Give one: "
-            "chat_template_path='template.jinja'; or leave assistant_only_loss out, and split the messages into columns 'prompt' and "
-            "'completion', one row for each answer: only the completion is trained on."
-        ) from error
 
 
 def _initialize(
