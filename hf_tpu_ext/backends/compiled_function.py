@@ -23,8 +23,8 @@ REPLACES_STATE = "a tensor of the training state is replaced in the middle of a 
 #: What makes steps that differ in a number the same program.
 IN_A_BUFFER = " (what changes from step to step belongs into a buffer of the model, which a callback fills)"
 
-# A function that has to be traced anew this often is better traced each time.
-_MOST_CHANGES = 8
+# A function that has to be traced anew this often, and does not run by its program in between, is better traced each time.
+_MOST_CHANGES = 4
 
 
 class ShapeAndDtype(NamedTuple):
@@ -124,6 +124,7 @@ class CompiledFunction(ABC):
         self._backend, self._function, self._list_state = backend, function, state
         self._fingerprint, self._copies, self._draws_on_host, self._warn = fingerprint, copies, draws_on_host, warn
         self._programs: dict[Hashable, Any] = {}
+        # How often it was traced anew since it ran by its program.
         self._changes = 0
         # Whether nothing changes between calls, and whether one of them has compared what programs depend on.
         self._is_unchanged = self._is_compared = False
@@ -144,9 +145,12 @@ class CompiledFunction(ABC):
             tensors = [leaf for leaf in tree_leaves(dict(data)) if isinstance(leaf, torch.Tensor)]
             key = (*static_args.items(), *describe_batch(data).items())
             try:
-                return self._run_program(key, self._state(), Call(data, tensors, end, static_args))
+                results = self._run_program(key, self._state(), Call(data, tensors, end, static_args))
             except CannotReplay as error:
                 self.refuse(str(error))
+            else:
+                self._changes = 0 if self.replays else self._changes
+                return results
         results = self._function(data, **static_args)
         end(execute=None if self._backend.compiles_operators else self._backend.end_step)
         return results

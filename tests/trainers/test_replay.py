@@ -278,6 +278,16 @@ def test_too_many_changes_end_in_tracing(both, caplog):
     assert sum("Step replay is off" in record.message for record in caplog.records) == 1
 
 
+@pytest.mark.ci
+def test_rare_changes_leave_steps_replayed(both, caplog):
+    class Alternate(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            args.max_grad_norm = 1.0 + state.global_step // 3 % 2
+
+    trainer = both(callbacks=lambda: [Alternate()], max_steps=30)
+    assert trainer.spent.replays == 10 and "Step replay is off" not in caplog.text
+
+
 # ---- What is not replayed ----
 
 
