@@ -353,8 +353,24 @@ def test_steps_that_are_traced_for_good_are_no_recompilation(runs):
     assert len([event for event in trainer.watch.events if event.kind == "training step"]) == 2
 
 
-def test_a_pure_subclass_is_replayed_when_asked(both):
+def test_a_pure_subclass_is_replayed_when_asked(both, caplog):
     both(cls=OwnLoss, step_replay=True, max_steps=6)
+    assert "Code of yours within a step reads" not in caplog.text
+
+
+class FallsLate(TPUSFTTrainer):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs) * self._factor()
+
+    def _factor(self):
+        return 1.0 if self.state.global_step < 5 else 0.5
+
+
+@pytest.mark.ci
+def test_a_counter_that_a_replayed_step_reads_is_said(runs, caplog):
+    trainer = runs.ours(config_cls=TPUSFTConfig, cls=FallsLate, step_replay=True, max_steps=3)
+    (line,) = [record.message for record in caplog.records if "within a step reads" in record.message]
+    assert trainer.steps.why_traced is None and "`global_step`" in line
 
 
 class LossByBuffer(TPUSFTTrainer):

@@ -19,6 +19,7 @@ from .user_code import (
     HOOKS_OF_ALL_MODULES,
     METHODS_OF_A_STEP,
     attributes_of_a_step,
+    counters_in_own_code,
     draws_other_layers,
     find_own_code,
     namespaces_of_a_step,
@@ -150,7 +151,18 @@ class TrainerPrograms:
             warn=partial(self.warn_traced, training=training) if warn is None else warn,
         )
         compiled.why_traced = "step_replay=False" if self.step_replay is False else why_not()
+        if trusts_code and compiled.why_traced is None:
+            self._warn_of_counters(methods)
         return compiled
+
+    def _warn_of_counters(self, methods: tuple[str, ...]) -> None:
+        for name in counters_in_own_code(self._trainer, methods):
+            if name not in self._said:
+                self._said.add(name)
+                logger.warning(
+                    f"Code of yours within a step reads `{name}`, and replayed steps keep the value of the step that was traced. Where a "
+                    "number depends on it, have a callback fill a buffer of the model with it, and read that in the step."
+                )
 
 
 def reach_of_trainer(trainer, models: Sequence[nn.Module], methods: tuple[str, ...] = METHODS_OF_A_STEP) -> Reach:

@@ -179,6 +179,11 @@ def attributes_of_a_step(trainer: Trainer, methods: tuple[str, ...] = METHODS_OF
     return sorted(reads - _BOOKKEEPING)
 
 
+def counters_in_own_code(trainer: Trainer, methods: tuple[str, ...]) -> list[str]:
+    """Which counters of the run, that other code than a step's moves on, the user's code in `methods` of a trainer names."""
+    return sorted(_names_in_own_code(type(trainer), methods) & {"global_step", "epoch"})
+
+
 @cache
 def _names_in_own_code(cls: type, methods: tuple[str, ...]) -> frozenset[str]:
     """The names in the user's methods of a trainer that a step calls. Some may be of other objects: there need not be a source to tell."""
