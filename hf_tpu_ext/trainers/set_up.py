@@ -155,9 +155,10 @@ class SetUpMixin:
             self.adapted.changes += let_forks_tokenize(
                 self.args.dataloader_num_workers, vars(self.args).get("dataloader_multiprocessing_context")
             )
+        self.start_watch(extension.max_recompiles)
         if self.backend.static_shapes:
             self._prepare_steps()
-            self._prepare_static_shapes(extension.max_recompiles)
+            self._prepare_static_shapes()
             self._replace_generate()
         elif self.averaging.average is not None:
             # Before all other callbacks, one of which may evaluate.
@@ -269,12 +270,11 @@ class SetUpMixin:
             raise UserError(f"compile_step='step' is not possible: {reason}. Leave it out, or set it to 'layers'.")
         return EagerSteps(self, reason)
 
-    def _prepare_static_shapes(self, max_recompiles: int | None) -> None:
+    def _prepare_static_shapes(self) -> None:
         if vars(self).get("_is_vision_dataset") and self.args.max_length is None:
             self.find_longest_row()
         self._train_lengths = row_lengths(self.train_dataset, longest_kept(self.args))
         self.lengths = self._declare_lengths()
-        self.start_watch(max_recompiles)
         self._make_batches_static()
         for mode in ("train", "eval"):
             self.expect_batches(mode)

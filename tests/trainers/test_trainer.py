@@ -165,6 +165,8 @@ def test_an_eager_device_is_upstream_to_the_bit(runs, lora):
 
         select_backend("xla")
     assert ours.backend.name == "cpu" and ours.args.device.type == "cpu" and not ours.args.dataloader_pin_memory
+    # A script that lists what was compiled runs here, too.
+    assert ours.watch.events_of_run == []
     for mine, other in zip(ours.state.log_history, stock.state.log_history, strict=True):
         for key in ("loss", "grad_norm", "entropy", "eval_loss", "num_tokens"):
             assert mine.get(key) == other.get(key)

@@ -94,10 +94,10 @@ class StatusMixin:
                 self.backend,
                 lambda: self.describe_run(args, lines.facts),
                 self.status,
-                lambda: self.watch.events_of_run if self.backend.static_shapes else (),
+                lambda: self.watch.events_of_run,
                 lambda: lines.spent,
                 lambda: self.steps.why_traced if self.backend.static_shapes else None,
-                lambda: self.sync_monitor.describe() if self.backend.static_shapes else [],
+                self.sync_monitor.describe,
             )
         )
 

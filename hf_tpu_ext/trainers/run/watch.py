@@ -25,7 +25,7 @@ from .user_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, names_of_a_st
 class WatchMixin:
     """The part of [`TPUTrainerMixin`] that has programs counted, timed and, where one is compiled again, explained."""
 
-    #: Counts and explains the programs of the run, where programs are compiled.
+    #: Counts and explains the programs of the run; where none is compiled, it has none.
     watch: ProgramWatch
     #: Names what reads the device between logs.
     sync_monitor: SyncMonitor
@@ -49,7 +49,8 @@ class WatchMixin:
             max_recompiles=max_recompiles,
         )
         self.sync_monitor = SyncMonitor(self.backend, self.watch)
-        self.add_callback(self.sync_monitor)
+        if self.backend.static_shapes:
+            self.add_callback(self.sync_monitor)
 
     def begin_watch(self) -> None:
         """Watch a run whose optimizer, and what replays its steps, are there."""

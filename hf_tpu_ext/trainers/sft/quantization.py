@@ -56,9 +56,8 @@ class QuantizationMixin:
         self.rounding.on = not args.qat_fake_quant_after_n_steps
         self.adapted.changes += self._describe_fake_quantization()
         if args.qat_fake_quant_after_n_steps:
-            self.add_callback(
-                _RoundLater(self.rounding, args.qat_fake_quant_after_n_steps, self._expect_other_programs)
-            )
+            later = _RoundLater(self.rounding, args.qat_fake_quant_after_n_steps, self.watch.expect_others)
+            self.add_callback(later)
 
     def write_model(self, output_dir: str, state_dict) -> None:
         super().write_model(output_dir, state_dict)
@@ -87,10 +86,6 @@ class QuantizationMixin:
                 "lora_dropout has no effect with qat_adapters='inside': adapters are part of the rounded weight"
             )
         return lines
-
-    def _expect_other_programs(self) -> None:
-        if self.backend.static_shapes:
-            self.watch.expect_others()
 
     def settings_of_programs(self) -> Hashable:
         return self.rounding is not None and self.rounding.on
