@@ -138,9 +138,11 @@ class Preemption(TrainerCallback):
             self._processes.request_stop(reason)
         elif self.reason is None:
             self.reason = reason
+        # Ctrl-C reaches all processes of a terminal.
+        process = f"process {self._processes.index}: " if self._processes.count > 1 else ""
         # The signal may have come in the middle of a write to `sys.stderr`. Nobody may be listening.
         with suppress(OSError):
-            os.write(2, f"\n{reason}: saving after this step{more}.\n".encode())
+            os.write(2, f"\n{process}{reason}: saving after this step{more}.\n".encode())
 
     def _restore_handlers(self) -> None:
         for number, handler in self._handlers.items():

@@ -66,7 +66,7 @@ class RunLines(TrainerCallback):
         workers, kind = chips * args.world_size, kind_of_device(self._backend.name)
         where = f" in {args.world_size} processes" * (args.world_size > 1) + f" on {hosts} hosts" * (hosts > 1)
         local, total = facts.rows // chips, facts.rows * args.world_size * accumulation
-        rows = f"{local} pairs" if facts.pairs else str(local)
+        rows = count(local, "pair") if facts.pairs else str(local)
         shape = " or ".join(f"{rows} x {length}" for length in facts.lengths) or rows
         parts = [
             f"{self._backend.name} ({self._backend.device_name}): {self._backend.reason}",

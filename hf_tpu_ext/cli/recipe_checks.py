@@ -52,6 +52,10 @@ _OF_DATA = ("dataset_name", "datasets")
 _MEANT = {
     **dict.fromkeys(("lora", "peft", "use_lora"), "'use_peft'"),
     **dict.fromkeys(("qlora", "use_qlora"), "'use_peft' and 'load_in_4bit'"),
+    # Of earlier releases of TRL, where another command than GRPO's has them.
+    **dict.fromkeys(
+        ("max_prompt_length", "max_completion_length"), "'max_length', which counts prompt and completion"
+    ),
 }
 
 

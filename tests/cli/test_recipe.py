@@ -85,6 +85,7 @@ def test_values(parse, text, argv, key, value):
         ("learning-rate: 1e-5", [], "unknown key 'learning-rate' in {path}. Did you mean 'learning_rate'?"),
         ("num_proceses: 8", [], "unknown key 'num_proceses' in {path}. Did you mean 'num_processes'?"),
         ("zzzz: 8", [], "unknown key 'zzzz' in {path}. `hf-tpu sft --help` lists the keys."),
+        ("", ["--max_prompt_length=8"], "Did you mean 'max_length', which counts prompt and completion?"),
         ("", ["--max-lenght=8"], "unknown key 'max_lenght' on the command line. Did you mean 'max_length'?"),
         ("", ["--confg", "x"], "unknown key 'confg' on the command line. Did you mean 'config'?"),
         ("", ["--learning_rat", "1"], "unknown key 'learning_rat' on the command line. Did you mean 'learning_rate'?"),

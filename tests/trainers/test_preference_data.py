@@ -29,7 +29,7 @@ def rows(row, **changed):
     ("kind", "data", "words"),
     [
         ("dpo", rows(PAIR).remove_columns("rejected"), ["train_dataset", "'rejected' is missing", "DPOTrainer needs"]),
-        ("dpo", rows(PAIR).select_columns("prompt"), ["'chosen' and 'rejected' is missing", "Rename"]),
+        ("dpo", rows(PAIR).select_columns("prompt"), ["'chosen' and 'rejected' are missing", "Rename"]),
         ("dpo", rows(LABELLED), ["unpaired", "KTOTrainer", "trl kto", "one row"]),
         ("reward", rows(LABELLED), ["unpaired", "RewardTrainer needs pairs"]),
         ("dpo", rows(PAIR, rejected=None), ["Row 4 of train_dataset", "'rejected' is missing (None)", "filter"]),

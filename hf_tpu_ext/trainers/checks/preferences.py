@@ -83,8 +83,9 @@ def check_columns(dataset, name: str, trainer: str) -> dict[str, Any]:
             f"{has}, which is unpaired preference data, and {trainer} needs pairs: {_PAIRS}. Train on it with KTOTrainer "
             "(trl kto), or put a wanted and an unwanted completion of the same prompt into one row."
         )
-    missing = " and ".join(repr(column) for column in ("chosen", "rejected") if column not in names)
-    raise UserError(f"{has}, and {trainer} needs {_PAIRS}: {missing} is missing. Rename a column, or add it.")
+    missing = [column for column in ("chosen", "rejected") if column not in names]
+    are_missing = " and ".join(map(repr, missing)) + (" is" if len(missing) == 1 else " are")
+    raise UserError(f"{has}, and {trainer} needs {_PAIRS}: {are_missing} missing. Rename a column, or add it.")
 
 
 def _rows(dataset: datasets.Dataset, columns: list[str]) -> Iterator[dict[str, Any]]:
