@@ -149,7 +149,8 @@ class CompiledFunction(ABC):
             except CannotReplay as error:
                 self.refuse(str(error))
             else:
-                self._changes = 0 if self.replays else self._changes
+                if self.replays:
+                    self._changes = 0
                 return results
         results = self._function(data, **static_args)
         end(execute=None if self._backend.compiles_operators else self._backend.end_step)

@@ -139,7 +139,7 @@ class Preemption(TrainerCallback):
         elif self.reason is None:
             self.reason = reason
         # Ctrl-C reaches all processes of a terminal.
-        process = f"process {self._processes.index}: " if self._processes.count > 1 else ""
+        process = f"{self._processes.word} {self._processes.index}: " if self._processes.count > 1 else ""
         # The signal may have come in the middle of a write to `sys.stderr`. Nobody may be listening.
         with suppress(OSError):
             os.write(2, f"\n{process}{reason}: saving after this step{more}.\n".encode())

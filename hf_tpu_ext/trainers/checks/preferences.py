@@ -30,12 +30,12 @@ def check_preferences(dataset, name: str, trainer: str) -> None:
     """
     if not (first := check_columns(dataset, name, trainer)):
         return
-    rows = _rows(dataset, [*first]) if isinstance(dataset, datasets.Dataset) else [first]
-    problems = {index: problem for index, row in enumerate(rows) if (problem := _problem(row))}
+    rows, problems = [first], {}
     if isinstance(dataset, datasets.Dataset):
-        problems = dict(sorted({**rows_of_other_kind(dataset, [*first]), **problems}.items()))
+        rows, problems = _rows(dataset, [*first]), rows_of_other_kind(dataset, [*first])
+    problems |= {index: problem for index, row in enumerate(rows) if (problem := _problem(row))}
     if problems:
-        raise refusal_of_rows(dataset, name, problems)
+        raise refusal_of_rows(dataset, name, dict(sorted(problems.items())))
 
 
 def check_columns(dataset, name: str, trainer: str) -> dict[str, Any]:

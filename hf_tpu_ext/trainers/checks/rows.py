@@ -144,13 +144,11 @@ def rows_of_other_kind(dataset: datasets.Dataset, columns: Sequence[str]) -> dic
     for column in columns:
         if not isinstance(dataset.features[column], datasets.Json):
             continue
-        first_is_text = isinstance(dataset[0][column], str)
-        words = ("holds messages", "is text") if first_is_text else ("is text", "holds messages")
+        are_text = [isinstance(row[column], str) for row in _read(dataset, [column])]
+        words = ("holds messages", "is text") if are_text[0] else ("is text", "holds messages")
         problem = f"{column!r} {words[0]}, and {words[1]} in row 0; give one of both in all rows"
-        keep = f"{'' if first_is_text else 'not '}isinstance(row[{column!r}], str)"
-        for row, values in enumerate(_read(dataset, [column])):
-            if isinstance(values[column], str) != first_is_text:
-                found[row] = problem, keep
+        keep = f"{'' if are_text[0] else 'not '}isinstance(row[{column!r}], str)"
+        found |= {row: (problem, keep) for row, is_text in enumerate(are_text) if is_text != are_text[0]}
     return found
 
 
