@@ -64,8 +64,8 @@ def is_record(path: str | Path) -> bool:
 class Session:
     """
     One call of `train`: a run that was resumed has several. Of each what was known when it began, its seconds, its last
-    optimizer step, its compilations and its totals (phases, step times, batches, counters, why steps are traced) as far
-    as they are recorded, and what was known when it ended, or the error that ended it; both `None` if it was killed.
+    optimizer step, its compilations and its totals (phases, step times, batches, counters, why steps are traced, and the
+    optimizer step after which they were recorded) as far as they are recorded, and what was known when it ended, or the error that ended it; both `None` if it was killed.
     """
 
     begin: dict[str, Any]
@@ -142,6 +142,12 @@ class Run:
     def steps(self) -> int:
         """Optimizer steps that were done."""
         return self.sessions[-1].last_step
+
+    @property
+    def steps_in_phases(self) -> int:
+        """Optimizer steps that the phases tell of, steps that were run again included."""
+        totals = [(session.totals["step"], session.begin["first_step"]) for session in self.sessions if session.totals]
+        return sum(last - first for last, first in totals)
 
     @property
     def why_traced(self) -> str | None:
@@ -237,7 +243,7 @@ def _add(run: Run, entry: dict[str, Any]) -> None:
     session.seconds = max(session.seconds, entry["at"])
     session.last_step = max(session.last_step, entry["step"] or 0)
     if entry["event"] in ("log", "save", "end"):
-        session.totals = {name: entry[name] for name in ("phases", "step_times", "batches")}
+        session.totals = {name: entry[name] for name in ("step", "phases", "step_times", "batches")}
         # Records of earlier versions do not have these in every log.
         session.totals |= {name: entry.get(name) for name in ("counters", "why_traced", "syncs")}
     match entry["event"]:

@@ -217,9 +217,8 @@ _WHOLE_STEP = "whole step (mean)"
 
 def time_of_step(run: Run) -> dict[str, float]:
     """Seconds that each phase takes of a step, as the mean over all steps, also those without it, and last their sum."""
-    if not run.step_times:
+    if not (steps := run.steps_in_phases):
         return {}
-    steps = run.step_times["total"].total()
     of_step = {name: seconds / steps for name, seconds in time_in_phases(run).items() if name not in BESIDES_STEPS}
     return {**of_step, _WHOLE_STEP: sum(of_step.values())}
 

@@ -313,7 +313,7 @@ def test_time_by_phase(write_run, tmp_path):
     assert 'alt="Where the time went"' in page.read_text()
     # Means over the same steps, which can be compared and add up.
     _, _, speed = page.with_suffix(".md").read_text().partition("## Speed")
-    rows = re.findall(r"\| ([^|]+) \|[^|]*\|[^|]*\|[^|]*\| (\d+) ms \|", speed)
+    rows = re.findall(r"(?m)^\| ([^|]+) \|[^|]*\|[^|]*\|[^|]*\| (\d+) ms \|$", speed)
     assert rows == [("data", "20"), ("replay", "60"), ("whole step (mean)", "80")]
     (svg,) = (svg for svg in pictures(page) if ">Mean time of a step by phase</text>" in svg)
     labels = re.findall(r">([^<>]*)</text>", svg)
