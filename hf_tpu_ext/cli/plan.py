@@ -174,6 +174,9 @@ def _plan(
         os.environ.pop(variable, None)
     # Programs are traced on the host. torch_xla warns, when it is imported, that it chooses by itself.
     os.environ["PJRT_DEVICE"] = "CPU"
+    if recipe.asks_for_help:
+        # Nothing is traced for it, so torch_xla may be missing.
+        SCRIPTS[command].parser(title, DESCRIPTION).parse(recipe)
 
     # Imported here: PyTorch comes with it, and reads the environment.
     from datasets import disable_progress_bars
@@ -195,7 +198,7 @@ def _plan(
     with tempfile.TemporaryDirectory() as directory:
         if options.seq_lengths:
             recipe = _with_synthetic_rows(recipe, command, Path(directory), options.seq_lengths)
-        elif "dataset_name" not in recipe and "datasets" not in recipe and not recipe.asks_for_help:
+        elif "dataset_name" not in recipe and "datasets" not in recipe:
             raise UserError(
                 "The graphs of a step depend on the shapes of its batches, and the recipe names no dataset. Give their lengths instead: "
                 "--seq_lengths 1024"

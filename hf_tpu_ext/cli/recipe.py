@@ -15,6 +15,8 @@ from ..yes_no import YES
 
 #: Where `--smoke` looks for a model and data, and what `hf-tpu prepare tiny` is told to write.
 SMOKE_DIR = ".cache/tiny"
+# What the file of a recipe ends in.
+_RECIPES = (".yaml", ".yml")
 #: Keys that make sense with the recipe's own model, data and checkpoints only.
 _OF_THE_REAL_RUN = (
     "model_revision",
@@ -156,10 +158,11 @@ def load_recipe(argv: list[str], tiny_data: str, reads_data: bool = True) -> Rec
     """
     Read a recipe that is to be run, and set its environment variables; `tiny_data` is the dataset that `--smoke` puts in its
     place. A key that stands twice in the file is refused (`ValueError`), and so are one that no command takes, one of LoRA without
-    `use_peft`, a malformed mesh and a path that is not there, that of the data only where the command `reads_data`.
+    `use_peft`, one that needs a package that is missing, a malformed mesh and a path that is not there, that of the data only where the
+    command `reads_data`.
     """
     # Imported here: they import this module.
-    from .recipe_checks import check_adapter_keys, check_keys, check_mesh, check_paths
+    from .recipe_checks import check_adapter_keys, check_keys, check_mesh, check_packages, check_paths
 
     recipe = read_recipe(argv)
     for key, lines in recipe.repeated_keys.items():
@@ -168,6 +171,7 @@ def load_recipe(argv: list[str], tiny_data: str, reads_data: bool = True) -> Rec
     check_keys(recipe)
     check_adapter_keys(recipe)
     check_mesh(recipe)
+    check_packages(recipe)
     os.environ.update(recipe.env)
     if recipe.smoke is not None:
         recipe.use_tiny(tiny_data)
@@ -185,7 +189,7 @@ def _keys_of(argv: list[str]) -> dict[str, Any]:
     """The keys of a command line: `--key value ...`, `--key=value`, `--key`; with hyphens or underscores."""
     keys: dict[str, list[str]] = {}
     values: list[str] | None = None
-    if argv and argv[0].endswith((".yaml", ".yml")):
+    if argv and argv[0].endswith(_RECIPES):
         # A recipe is an option to `trl`, and an argument to its neighbours.
         argv = ["--config", *argv]
     for word in argv:
@@ -193,7 +197,7 @@ def _keys_of(argv: list[str]) -> dict[str, Any]:
             name, equals, value = with_underscores(word).lstrip("-").partition("=")
             # The last of several counts, as in a parser.
             values = keys[name] = [value] if equals else []
-        elif values is None:
+        elif values is None or values and word.endswith(_RECIPES):
             _refuse_word(word)
         else:
             values.append(word)

@@ -19,6 +19,7 @@ from urllib.request import getproxies
 
 from ..errors import UserError
 from ..hub_names import hint_at_similar, may_be_on_hub, why_no_tokenizer
+from ..installing import install_command
 from ..sharding import parse_mesh
 from ..yes_no import NO
 from .recipe import Recipe
@@ -121,6 +122,15 @@ def check_adapter_keys(recipe: Recipe) -> None:
             f"{recipe.where(keys[0])}: {names} {'is' if len(keys) == 1 else 'are'} for LoRA, and without use_peft all weights are "
             f"trained. Add use_peft: true (on the command line --use_peft true), or leave {names} out."
         )
+
+
+def check_packages(recipe: Recipe) -> None:
+    """Refuse weights of 4 or 8 bits (`ValueError`) where bitsandbytes, which upstream loads them with, is not installed."""
+    for key in ("load_in_4bit", "load_in_8bit"):
+        if recipe.says_yes(key) and find_spec("bitsandbytes") is None:
+            raise UserError(
+                f"{recipe.where(key)}: {key} needs bitsandbytes, which is not installed: {install_command('qlora')}"
+            )
 
 
 def check_training(recipe: Recipe) -> None:

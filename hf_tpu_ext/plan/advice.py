@@ -21,7 +21,7 @@ _HALVES = " halves weights, gradients and optimizer state, which are float32; up
 HALVES_STATE = _BFLOAT16 + _HALVES
 # What of a chip is left with less is not enough for the activations of any step.
 _NEARLY_ALL = 0.9
-# A weight of 16 bits with 4, and a scale of 32 for each 64 of them.
+# A weight of 16 bits with 4, and a scale of 32 for each 64 of them. Embeddings, the head and adapters keep their bits.
 _SAVED_BY_4_BITS = 1 - 4.5 / 16
 # Changes of what a search tries.
 _SEARCHED = ("mesh", "rematerialization", "per_device_train_batch_size")
@@ -31,15 +31,16 @@ _SEARCHED = ("mesh", "rematerialization", "per_device_train_batch_size")
 class _Change:
     """
     A setting that is not set, what it does, and about how many bytes of a chip it saves in each program that does not fit: of the state or
-    of the activations. The others may change with it.
+    of the activations. The others may change with it. `at_most` is for what saves as much as one takes of it.
     """
 
     setting: str
     effect: str
     saved: Sequence[float]
+    at_most: bool = False
 
     def __str__(self) -> str:
-        saved = round(max(self.saved))
+        saved = 0 if self.at_most else round(max(self.saved))
         return f"{self.setting}{self.effect}{f' (about {format_bytes(saved)} less)' if saved else ''}"
 
 
@@ -153,7 +154,13 @@ def _changes_of_state(state: Mapping[str, int], topology: Topology, run: Run, ne
         saved = total - left
         found.append(("use_peft: true", " (LoRA): gradients and optimizer state are of adapters alone", saved))
     elif not run.is_quantized:
-        found.append(("load_in_4bit: true", " (QLoRA), for the frozen weights", weights * _SAVED_BY_4_BITS))
+        found.append(
+            (
+                "load_in_4bit: true",
+                " (QLoRA), for frozen linear layers",
+                weights * run.quantizable_share * _SAVED_BY_4_BITS,
+            )
+        )
     if run.trains_in_float32:
         found.append((_BFLOAT16, _HALVES, total / 2))
     return [_Change(setting, effect, [saved] * needs) for setting, effect, saved in found if saved > 0]
@@ -179,7 +186,8 @@ def _changes_of_rows(needs: Sequence[_Need], run: Run, kept: float) -> list[_Cha
             continue
         if rows == 1:
             saved = [need.activations if need in of_these else 0 for need in needs]
-            changes.append(_Change("a smaller max_length", "", saved))
+            effect = ", of which a plan with smaller --seq_lengths says how much it saves"
+            changes.append(_Change("a smaller max_length", effect, saved, at_most=True))
             continue
         # What is one micro-step now has several then, and sums of gradients to keep.
         sums = 0 if is_evaluation or run.gradient_accumulation_steps > 1 else run.trained_bytes

@@ -13,6 +13,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import get_hf_quantizer
+from transformers.trainer_utils import unwrap_peft_model
 
 from ..callbacks.samples import ShowSamples
 from ..errors import UserError
@@ -57,6 +58,7 @@ class Run:
         reference_share (`float`): Share of the weights that are a reference whose log-probabilities could be precomputed.
         trained_bytes (`int`): Bytes that the trained weights take of a chip, and so would the sums of their gradients.
         layer_bytes (`int`): Bytes of the weights of the largest layer, as a chip computes with them.
+        quantizable_share (`float`): Share of the weights, a reference included, that is frozen and could have 4 bits.
     """
 
     config: PreTrainedConfig
@@ -83,6 +85,7 @@ class Run:
     reference_share: float = 0.0
     trained_bytes: int = 0
     layer_bytes: int = 0
+    quantizable_share: float = 0.0
 
     @property
     def settings(self) -> dict[str, str]:
@@ -136,6 +139,7 @@ class TracingMixin(EveryLengthMixin):
         self._num_rows = None if self._train_lengths is None else len(self._train_lengths)
         # Layers that run as a loop do not have their weights any more.
         self._layer_bytes = _largest_layer_bytes(self.model)
+        self._num_quantizable = _count_quantizable(self.model)
         self.pop_callback(ShowSamples)
         bar = tqdm(desc="tracing", unit="graph", disable=self.args.disable_tqdm)
         with bar as self._bar:
@@ -152,6 +156,7 @@ class TracingMixin(EveryLengthMixin):
         reference = vars(self).get("ref_model")
         could_precompute = vars(self.args).get("precompute_ref_log_probs") is False and reference in others
         all_weights = sum(map(_num_bytes, [self.model, *others]))
+        other_parameters = sum(count_parameters(model)[0] for model in others)
         generations = None
         if self.generates:
             rows_of_steps, num_steps = self.rows_of_a_step()
@@ -179,10 +184,11 @@ class TracingMixin(EveryLengthMixin):
             attention="slices" if is_sliced(self.model) else "splash",
             generations=generations,
             pairs=facts.pairs,
-            other_parameters=sum(count_parameters(model)[0] for model in others),
+            other_parameters=other_parameters,
             reference_share=_num_bytes(reference) / all_weights if could_precompute else 0.0,
             trained_bytes=max(program.updated_weight_bytes for program in self._traced_programs.values()),
             layer_bytes=self._layer_bytes,
+            quantizable_share=self._num_quantizable / (parameters + other_parameters),
         )
 
     def prepare_reward(self, function: Callable, name: str) -> Callable:
@@ -250,6 +256,16 @@ class TracingMixin(EveryLengthMixin):
 
 def _num_bytes(model: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def _count_quantizable(model: nn.Module) -> int:
+    """Weights of frozen linear layers, which upstream quantizes, but for the head."""
+    head = unwrap_peft_model(model).get_output_embeddings()
+    return sum(
+        module.weight.numel()
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and module is not head and not module.weight.requires_grad
+    )
 
 
 def _largest_layer_bytes(model: nn.Module) -> int:

@@ -13,6 +13,7 @@ from datasets import Dataset
 from transformers import AutoConfig
 
 from hf_tpu_ext import TPUSFTConfig
+from hf_tpu_ext.cli import plan as plan_command
 from hf_tpu_ext.cli.plan import _with_synthetic_rows
 from hf_tpu_ext.cli.recipe import Recipe
 from hf_tpu_ext.examples.tiny import make_arithmetic, make_model, make_tokenizer
@@ -284,6 +285,16 @@ def test_help_needs_no_recipe(refused):
     status, printed = refused[0]["help"]
     assert status == 0
     assert "usage: hf-tpu plan" in printed and "--topology" in printed and "\n  --length_buckets" in printed
+
+
+def test_help_needs_no_torch_xla(monkeypatch, capsys):
+    for name in plan_command._OF_THE_MACHINE:
+        # A plan removes them, and here they are to come back.
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    monkeypatch.setattr("hf_tpu_ext.backends.selection.has_torch_xla", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        plan_command.run(["--help"])
+    assert ended.value.code == 0 and "--topology" in capsys.readouterr().out
 
 
 def test_without_the_compiler(refused):

@@ -124,7 +124,7 @@ def test_values(parse, text, argv, key, value):
         (
             "",
             ["--max_steps", "3", "recipe.yaml"],
-            "command line: max_steps is ['3', 'recipe.yaml'], expected int (default: -1).",
+            "command line: unexpected 'recipe.yaml'. A recipe is given as: --config recipe.yaml",
         ),
         (
             "",
@@ -152,11 +152,9 @@ def test_keys_of_the_launcher_are_named_and_skipped(parse, capsys):
         "num_processes: 8\naccelerate_config: zero3\nmax_steps: 3", "--mixed_precision", "bf16", "--multi_gpu"
     )
     assert values["max_steps"] == 3
-    assert (
-        capsys.readouterr()
-        .err.splitlines()[-1]
-        .endswith(": num_processes, accelerate_config, mixed_precision, multi_gpu")
-    )
+    # Upstream may warn of its own names after that.
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if line.endswith(": num_processes, accelerate_config, mixed_precision, multi_gpu")]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from fixes import refusal
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
 from hf_tpu_ext import trainers
+from hf_tpu_ext.cli import recipe_checks
 from hf_tpu_ext.cli.recipe import Recipe
 from hf_tpu_ext.cli.recipe_checks import (
     NoSuchPath,
@@ -25,6 +26,7 @@ from hf_tpu_ext.cli.recipe_checks import (
     check_adapter_keys,
     check_keys,
     check_mesh,
+    check_packages,
     check_paths,
     check_training,
     refuse_unknown,
@@ -303,3 +305,14 @@ def test_a_model_without_its_tokenizer(here, name):
         check_paths(recipe)
     (here / "tiny" / "model" / name).write_text("{}")
     check_paths(recipe)
+
+
+def test_few_bits_without_bitsandbytes(monkeypatch):
+    """Upstream's ImportError comes when the model is loaded, and names a package that this one has an extra for."""
+    recipe = Recipe(path="recipe.yaml", file={"load_in_4bit": "yes", "load_in_8bit": "false"})
+    check_packages(recipe)
+    monkeypatch.setattr(recipe_checks, "find_spec", {}.get)
+    message = refusal(lambda **options: check_packages(Recipe(path="recipe.yaml", file=options)), recipe.file)
+    assert message.startswith("recipe.yaml: load_in_4bit needs bitsandbytes, which is not installed: pip install ")
+    assert "[qlora]" in message
+    check_packages(Recipe(file={"load_in_4bit": "no"}))

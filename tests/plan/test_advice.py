@@ -34,6 +34,7 @@ LORA = Run(
     is_quantized=False,
     other_passes=False,
     attention="splash",
+    quantizable_share=0.75,
 )
 FULL = replace(LORA, trained_parameters=8000, trains_in_float32=True)
 
@@ -69,7 +70,8 @@ def test_weights_that_fill_a_chip_are_sharded(refused):
     )
     mesh, quantize, search = advise(planned, LORA)
     assert mesh == "mesh: fsdp, which shards weights and optimizer state over the chips (about 14.99 GB less)"
-    assert quantize.startswith("load_in_4bit: true (QLoRA)")
+    # Of 16 bits of each frozen linear weight 4.5 are left.
+    assert quantize == "load_in_4bit: true (QLoRA), for frozen linear layers (about 9.02 GB less)"
     assert search == "--search compiles variants, and says which of them fit."
     assert settings(advise(planned, replace(LORA, is_quantized=True))) == ["mesh: fsdp"]
     assert advise(planned, LORA, is_searched=True) == [mesh, quantize]
@@ -117,7 +119,8 @@ def test_as_many_rows_as_fit(activations, setting):
     assert settings([rows]) == [setting] and "--search" in search
     assert f"with {4 // int(setting[-1])} times the gradient_accumulation_steps" in rows
     one = replace(split, per_device_train_batch_size=1)
-    assert settings(advise(planned, one)) == ["a smaller max_length"]
+    (advice,) = advise(planned, one)
+    assert advice == "a smaller max_length, of which a plan with smaller --seq_lengths says how much it saves"
 
 
 def test_sums_of_gradients_that_smaller_batches_need_are_subtracted():

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import forked
 import pytest
-from transformers import AutoConfig
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_tpu_ext.examples.tiny import make_model, make_tokenizer
+from hf_tpu_ext.plan.trace import _count_quantizable
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +101,15 @@ def test_traced_for_a_plan_is_what_is_trained(programs, settings):
     ):
         assert text == trained_text
         assert shardings == trained_shardings
+
+
+def test_linear_layers_that_could_have_4_bits(model):
+    """Upstream quantizes no embedding, head or adapter."""
+    model = AutoModelForCausalLM.from_pretrained(model)
+    assert _count_quantizable(model) == 0
+    linear = [module.weight.numel() for name, module in model.named_modules() if name.endswith("_proj")]
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
+    assert _count_quantizable(adapted) == sum(linear) > 0
 
 
 def test_a_plan_takes_no_memory_for_weights_gradients_or_moments(programs):
