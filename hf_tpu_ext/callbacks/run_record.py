@@ -38,6 +38,7 @@ class RunRecord(TrainerCallback):
         spent (`Callable[[], Counters]`): Tells what the run has compiled, run and transferred so far.
         why_traced (`Callable[[], str | None]`): Says why steps are not replayed, as a clause; `None` if they are.
         syncs (`Callable[[], list[str]]`): Names what has read the device outside of logs.
+        signal (`Callable[[], str | None]`): Names what told the run to stop from outside, e.g. `"SIGTERM"`.
     """
 
     def __init__(
@@ -49,12 +50,13 @@ class RunRecord(TrainerCallback):
         spent: Callable[[], Counters],
         why_traced: Callable[[], str | None],
         syncs: Callable[[], list[str]],
+        signal: Callable[[], str | None],
     ):
         self._backend = backend
         self._describe = describe
         self._status = status
         self._programs = programs
-        self._spent, self._why_traced, self._syncs = spent, why_traced, syncs
+        self._spent, self._why_traced, self._syncs, self._signal = spent, why_traced, syncs, signal
         self._programs_written: list[ProgramEvent] = []
         self._samples: Sequence[Mapping[str, str]] = ()
         self._writer: RecordWriter | None = None
@@ -155,7 +157,11 @@ class RunRecord(TrainerCallback):
         best = {}
         if args.load_best_model_at_end and state.best_global_step is not None:
             best = {"best_step": state.best_global_step, "best_by": args.metric_for_best_model}
-        self._write("end", step=state.global_step, cache=cache and asdict(cache), **best, **self._totals())
+        stopped = {}
+        if state.global_step < state.max_steps:
+            stopped = {"stopped_by": self._signal() or "a callback (early stopping is one)"}
+        cache = cache and asdict(cache)
+        self._write("end", step=state.global_step, cache=cache, **best, **stopped, **self._totals())
         self._end(args.output_dir)
 
     def _end(self, output_dir: str) -> None:

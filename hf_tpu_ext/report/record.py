@@ -123,11 +123,14 @@ class Run:
 
     def middle(self, key: str) -> float | None:
         """
-        The median of what was logged under a name; `None` where nothing was. The first log has the steps that are
-        traced in it, and counts only where it is the only one.
+        The median of what was logged under a name; `None` where nothing was. The first log of each session has the steps that are
+        traced in it, and counts only where there are no others.
         """
-        values = [value for _, value in points(self.logs, key)]
-        return statistics.median(values[1:] or values) if values else None
+        begins = [session.begin["first_step"] for session in self.sessions]
+        first = {min((log["step"] for log in self.logs if log["step"] > begin), default=None) for begin in begins}
+        logged = points(self.logs, key)
+        values = [value for step, value in logged if step not in first] or [value for _, value in logged]
+        return statistics.median(values) if values else None
 
     def values_of(self, keys: Sequence[str]) -> list[tuple[float, float]]:
         """[`points`] of what trainings or evaluations have logged under one of several names."""

@@ -87,10 +87,9 @@ def notes_on(run: Run) -> list[str]:
         notes.append("The run did not end, or is still going on. This is what was recorded until then.")
     else:
         if run.steps < run.begin["max_steps"]:
-            notes.append(
-                f"Training stopped after step {run.steps:,} of {run.begin['max_steps']:,}, by a callback (early stopping is one) or "
-                "a signal."
-            )
+            # Records of earlier versions do not say.
+            by = run.sessions[-1].end.get("stopped_by", "a callback (early stopping is one) or a signal")
+            notes.append(f"Training stopped after step {run.steps:,} of {run.begin['max_steps']:,}, by {by}.")
         if (best := run.sessions[-1].end.get("best_step")) is not None:
             metric = f"eval_{run.sessions[-1].end['best_by'].removeprefix('eval_')}"
             values = [f" ({log[metric]:.3g})" for log in run.evaluations if log["step"] == best and metric in log]
@@ -129,6 +128,8 @@ def _parts(run: Run) -> Section:
     for session in run.sessions:
         counters = session.totals.get("counters") or {}
         end = "failed" if session.error is not None else "did not end" if session.end is None else "ended"
+        if end == "ended" and session.last_step < session.begin["max_steps"]:
+            end = f"stopped by {session.end.get('stopped_by', 'a callback or a signal')}"
         rows.append(
             [
                 begin_time(session),

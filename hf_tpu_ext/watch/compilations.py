@@ -346,7 +346,7 @@ class ProgramWatch:
             cause = Cause(
                 "batch, parameters, settings and optimizer are unchanged, so a Python number or a branch changed"
                 + (f" in {own_code}" if (own_code := self._find_own_code()) else ""),
-                f"torch_xla folds {FOLDED_NUMBERS} into the graph: send such a number as a tensor, "
+                f"torch_xla folds {FOLDED_NUMBERS} into the graph, and sends equal numbers as one: send such a number as a tensor, "
                 "trainer.backend.send(torch.tensor(value)), or with step_replay=True keep it in a buffer of the model, which a callback "
                 "fills. Where a size or a slice bound changes, mask instead.",
             )

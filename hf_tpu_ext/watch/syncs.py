@@ -242,4 +242,6 @@ def _advise(read: Read) -> str:
         return f"The host waits, and the device computes its inputs twice{advice}"
     if read.in_log:
         return "The host waits for each: fetch all that you log in one transfer, with trainer.backend.fetch({name: tensor})."
+    if read.library:
+        return f"The host waits for the device. {explain_library(read.library)}"
     return "The host waits for the device: fetch it in on_log, in one transfer, with trainer.backend.fetch."

@@ -93,3 +93,18 @@ def test_what_is_no_run_is_told_from_one(write_run, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="is not the directory of a run"):
         read_run(tmp_path / "file")
+
+
+def test_medians_leave_out_the_first_log_of_each_session(write_run, tmp_path):
+    """It has the steps that were traced in it."""
+    write_run(tmp_path / "run", steps=10, end=False, logs={"speed": 1.0})
+    path = write_run(tmp_path / "run", first_step=10, anew=False, steps=20, logs={"speed": 2.0}) / RECORD_NAME
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    speeds = {5: 10.0, 10: 20.0, 15: 30.0, 20: 40.0}
+    for line in lines:
+        if "speed" in line.get("logs", {}):
+            line["logs"]["speed"] = speeds[line["step"]]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_run(path.parent).middle("speed") == 30.0, "the median of 20 and 40"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines[:3]))
+    assert read_run(path.parent).middle("speed") == 10.0, "there is no other"

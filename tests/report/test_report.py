@@ -213,7 +213,7 @@ def test_a_resumed_run_shows_its_sessions(write_run, tmp_path):
     markdown = make_report([run]).with_suffix(".md").read_text()
     assert "killed after step 30 or later, and resumed after step 20: the steps between were run again." in markdown
     assert "| 0 | 30 of 40 | 63 s | 1 | 29 | 28 | did not end |" in markdown
-    assert "| 20 | 40 of 80 | 1 h 0 min | 1 | 40 | 38 | ended |" in markdown
+    assert "| 20 | 40 of 80 | 1 h 0 min | 1 | 40 | 38 | stopped by a callback or a signal |" in markdown
     # What is counted is of both parts.
     assert "69 executions, 66 of them replayed" in markdown and "| compilations | 2 in 4 s |" in markdown
 

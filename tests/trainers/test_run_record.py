@@ -1,8 +1,10 @@
 """The record and the report of a run."""
 
+import contextlib
 import inspect
 import itertools
 import json
+import signal
 import time
 from dataclasses import replace
 
@@ -12,7 +14,7 @@ from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 import hf_tpu_ext
-from hf_tpu_ext import TPUSFTConfig
+from hf_tpu_ext import TPUSFTConfig, TrainingPreempted
 from hf_tpu_ext.report import figures
 from hf_tpu_ext.report.parts import Figure
 from hf_tpu_ext.report.record import RECORD_NAME, read_run
@@ -244,6 +246,29 @@ def test_a_resumed_run(runs):
     assert [entry["step"] for entry in run.logs] == [2, 4, 6, 8]
     assert "The run was ended after step 6, and resumed after step 4" in (runs.output_dir / "report.md").read_text()
     assert run.counters["executions"] == sum(session.end["counters"]["executions"] for session in run.sessions) > 8
+
+
+class _EndsEarly(TrainerCallback):
+    def __init__(self, sends_signal):
+        self.sends_signal = sends_signal
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.sends_signal:
+            signal.raise_signal(signal.SIGTERM)
+        else:
+            control.should_training_stop = True
+
+
+@pytest.mark.parametrize(
+    ("sends_signal", "by"),
+    [(True, "SIGTERM"), (False, "a callback (early stopping is one)")],
+    ids=["signal", "callback"],
+)
+def test_what_has_stopped_a_run_is_told(runs, sends_signal, by):
+    with pytest.raises(TrainingPreempted) if sends_signal else contextlib.nullcontext():
+        runs.ours(**CONFIG, kwargs={"callbacks": [_EndsEarly(sends_signal)]})
+    assert read_run(runs.output_dir).sessions[0].end["stopped_by"] == by
+    assert f"Training stopped after step 1 of 6, by {by}." in (runs.output_dir / "report.md").read_text()
 
 
 class _Stops(TrainerCallback):

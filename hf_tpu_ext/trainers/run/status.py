@@ -98,6 +98,7 @@ class StatusMixin:
                 lambda: lines.spent,
                 lambda: self.steps.why_traced if self.backend.static_shapes else None,
                 self.sync_monitor.describe,
+                lambda: self.preemption.reason,
             )
         )
 
