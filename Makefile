@@ -14,7 +14,7 @@ QUICKSTART := .cache/quickstart
 UPSTREAM := trl transformers accelerate peft
 UPSTREAM_PATTERN := $(subst $() ,|,$(UPSTREAM))
 
-.PHONY: setup quickstart test test-ci test-slow test-gpu test-torch-tpu test-torch-tpu-slow test-bounds quality style benchmark wheel docs clean help
+.PHONY: setup quickstart test test-ci test-slow test-gpu test-torch-tpu test-torch-tpu-slow test-bounds test-torch quality style benchmark wheel docs clean help
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -86,6 +86,23 @@ test-at-%: .cache/%.txt
 	$(VENV)-$*/bin/python -m pip freeze | grep -E '^($(UPSTREAM_PATTERN))=='
 	$(VENV)-$*/bin/python -m pytest -q -m 'not slow' tests/contract
 
+# A GPU and the eager CPU take any torch that setup.cfg allows, where torch_xla takes one.
+test-torch: test-torch-at-lowest test-torch-at-newest  ## Tests on the eager CPU at the bounds of torch in setup.cfg
+
+.cache/torch-lowest.txt: setup.cfg
+	@mkdir -p $(@D)
+	sed -nE 's/^ +torch>=([0-9.]+)$$/torch==\1.*/p' $< > $@
+
+.cache/torch-newest.txt:
+	@mkdir -p $(@D)
+	touch $@
+
+test-torch-at-%: .cache/torch-%.txt
+	test -d $(VENV)-torch-$* || $(PYTHON) -m venv $(VENV)-torch-$*
+	$(VENV)-torch-$*/bin/python -m pip install --quiet --upgrade -e . 'pytest>=8' torch -c $<
+	$(VENV)-torch-$*/bin/python -m pip freeze | grep ^torch==
+	$(VENV)-torch-$*/bin/python -m pytest -q -m 'not slow and not ci' $(patsubst %,tests/%.py,cli/test_launch cli/test_several_processes trainers/test_processes)
+
 quality: setup  ## Check style, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -106,4 +123,4 @@ docs: setup  ## Build the documentation
 	$(BIN)/mkdocs build --strict
 
 clean:  ## Remove the environment and all caches
-	rm -rf $(VENV) $(VENV)-torch-tpu $(VENV)-lowest $(VENV)-newest .cache build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-torch-tpu $(VENV)-lowest $(VENV)-newest $(VENV)-torch-lowest $(VENV)-torch-newest .cache build dist *.egg-info

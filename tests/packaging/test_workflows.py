@@ -21,7 +21,13 @@ STEPS = [
     if "run" in step
 ]
 # The Makefile stands for them: they would run these tests again. Here it is asked what it would do.
-DRY = ("make test", "make test-ci", "make test-at-newest", "make test-bounds")
+DRY = (
+    "make test",
+    "make test-ci",
+    "make test-at-newest",
+    "make test-bounds",
+    *(f"make test-torch-at-{bound}" for bound in ("lowest", "newest")),
+)
 
 
 def test_every_workflow_has_a_trigger_and_an_end():
