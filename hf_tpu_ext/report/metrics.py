@@ -65,9 +65,10 @@ PHASES = {
     "compile": "compiles graphs, or loads them from the compilation cache",
     "eval": "evaluates",
     "save": "writes checkpoints",
+    "samples": "answers the prompts of show_samples",
 }
 #: Phases that are not part of a step: what a step takes is the rest.
-BESIDES_STEPS = ("compile", "eval", "save")
+BESIDES_STEPS = ("compile", "eval", "save", "samples")
 #: Classes of step times to a power of ten.
 CLASSES_PER_DECADE = 20
 

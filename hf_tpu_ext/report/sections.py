@@ -122,7 +122,8 @@ def _parts(run: Run) -> Section:
         return section
     section.lines.append(
         "Sums over the run are of all its parts, steps that were run again included, but for what one that failed or was killed "
-        "did after its last log or checkpoint. Curves and logs have each step once."
+        "did after its last log or checkpoint. Curves and logs have each step once. The first log of a part is the mean of the steps "
+        "since its beginning, which may be fewer than those of others."
     )
     rows = []
     for session in run.sessions:

@@ -18,6 +18,7 @@ from hf_tpu_ext import TPUSFTConfig, TrainingPreempted
 from hf_tpu_ext.report import figures
 from hf_tpu_ext.report.parts import Figure
 from hf_tpu_ext.report.record import RECORD_NAME, read_run
+from hf_tpu_ext.report.sections import time_of_step
 from hf_tpu_ext.trainers import ExtensionArguments
 from hf_tpu_ext.trainers.run.status import _changed_fields, _settings_of_adapter
 from hf_tpu_ext.watch.compilations import TooManyRecompiles
@@ -116,6 +117,8 @@ def test_places_of_a_report_agree(runs, capsys):
     assert seconds == pytest.approx(counters["compile_seconds"], abs=1e-6)
     assert run.phases["compile"] == pytest.approx(seconds, abs=1e-5)
     assert run.phases.total() <= session.seconds + 0.002
+    # What it takes to answer prompts is of no step.
+    assert run.phases["samples"] > 0 and "samples" not in time_of_step(run)
     assert (
         f"{counters['compiles']} graphs compiled in {counters['compile_seconds']:.1f} s, " in capsys.readouterr().out
     )

@@ -129,9 +129,14 @@ class TPUSFTTrainer(DistillationMixin, QuantizationMixin, TPUTrainerMixin, SFTTr
             max_new_tokens=ShowSamples.max_new_tokens, do_sample=False, pad_token_id=self._pad_token_id
         )
         text = TextGeneration(self, config)
+
+        def generate(prompts: list[list[int]]) -> list[list[int]]:
+            with self.phase("samples"):
+                return text.generate(prompts).token_ids
+
         callbacks, record = self.callback_handler.callbacks, self.run_record
         keep = None if record is None else record.keep_samples
-        samples = ShowSamples(self._tokenizer, rows, lambda prompts: text.generate(prompts).token_ids, keep)
+        samples = ShowSamples(self._tokenizer, rows, generate, keep)
         # Before the end of the record, of which the report is made.
         callbacks.insert(len(callbacks) if record is None else callbacks.index(record), samples)
 
