@@ -127,10 +127,7 @@ def select_tracing(num_chips: int, hosts: Sequence[Sequence[int]] = (), chip: Ch
     where there are several, and `chip` is their kind.
     """
     if not has_torch_xla():
-        where = ", in an environment of its own, beside that of torch_tpu" if has_torch_tpu() else ""
-        raise UserError(
-            f"Ahead-of-time tracing needs torch_xla, which is not installed: {install_command('tpu')}{where}"
-        )
+        raise UserError(f"Ahead-of-time tracing needs torch_xla, which is not installed: {_install_xla()}")
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(num_chips)}
     from .xla.tracing import TracingBackend
 
@@ -180,7 +177,21 @@ def _choose() -> Backend:
         )
     if has_torch_xla():
         return CPUBackend("no TPU or GPU found; PJRT_DEVICE=CPU would compile with XLA for this CPU")
+    if pjrt_device:
+        return CPUBackend(
+            f"no TPU or GPU found; PJRT_DEVICE={pjrt_device} is for torch_xla, which is not installed: {_install_xla()}"
+        )
     return CPUBackend("no TPU or GPU found")
+
+
+def _install_xla() -> str:
+    """What to type for torch_xla, and where: pip would replace another torch."""
+    where = ""
+    if has_torch_tpu():
+        where = ", in an environment of its own, beside that of torch_tpu"
+    elif not torch.__version__.startswith("2.9."):
+        where = ", in an environment of its own, since it brings torch 2.9"
+    return install_command("tpu") + where
 
 
 def _check_pjrt_device(pjrt_device: str, chips: int) -> None:
@@ -203,7 +214,7 @@ def _explicit(name: str, setting: str) -> Backend:
         return _torch_tpu(f"{setting} was asked for")
     if name == "xla":
         if not has_torch_xla():
-            raise UserError(f"{setting} needs torch_xla, which is not installed: {install_command('tpu')}")
+            raise UserError(f"{setting} needs torch_xla, which is not installed: {_install_xla()}")
         chips = tpu_chips()
         pjrt_device = pjrt_device_asked_for() or ("TPU" if chips else "CPU")
         _check_pjrt_device(pjrt_device, chips)

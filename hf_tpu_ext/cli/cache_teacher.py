@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import UserError
-from ..formatting import count, dtype_name
+from ..formatting import count, dtype_name, kind_of_device
 from .launch import start_processes
-from .recipe import load_recipe
+from .recipe import Recipe, load_recipe
 from .recipe_parser import RecipeParser
 from .script_checks import advise_split, naming_broken_rows
 
@@ -91,7 +91,7 @@ def run(argv: list[str]) -> int:
             print(f"{directory} is complete already, with the same settings.")
         how = (trainer.data_collator, trainer.args.eval_batch_size, pad_token_id, compute_dtype)
         teacher = TeacherRun(trainer.model, trainer.backend, *how)
-        chips = count(teacher.backend.num_chips, "chip") + (
+        chips = count(teacher.backend.num_chips, kind_of_device(teacher.backend.name)) + (
             f" in each of {sharing.count} processes" * (sharing.count > 1)
         )
         own = " (the student's own start)" if kd_teacher == student else ""
@@ -100,7 +100,7 @@ def run(argv: list[str]) -> int:
         with trainer.chips.split_activations(trainer.model):
             manifest = build_cache(teacher, sequences, writer, training_args.disable_tqdm, sharing)
     if processes.index == 0:
-        _report(directory, manifest, recipe.path)
+        _report(directory, manifest, recipe)
     return 0
 
 
@@ -240,7 +240,7 @@ def _prepare(kd_teacher, script_args, training_args, model_args, dataset_args, c
     return trainer, tokenizer.pad_token_id, sequences, settings
 
 
-def _report(directory: Path, manifest, recipe: str | None) -> None:
+def _report(directory: Path, manifest, recipe: Recipe) -> None:
     from ..distillation.cache_format import LOW_COVERAGE, describe_coverage
 
     size = manifest.tokens * manifest.bytes_per_token
@@ -254,5 +254,7 @@ def _report(directory: Path, manifest, recipe: str | None) -> None:
     for temperature, share in coverage.items():
         if share < LOW_COVERAGE:
             print(f"warning: {describe_coverage(share, temperature, manifest.top_k)}")
-    keys = "with the same keys and" if recipe is None else f"--config {recipe}"
-    print(f"Train from it: hf-tpu sft {keys} --kd_cache {directory}")
+    has_more = bool(recipe.command_line.keys() - {"kd_cache"})
+    keys = [] if recipe.path is None else [f"--config {recipe.path}"]
+    keys += ["with the same keys and"] * (has_more or recipe.path is None)
+    print(f"Train from it: hf-tpu sft {' '.join(keys)} --kd_cache {directory}")

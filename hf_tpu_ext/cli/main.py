@@ -6,6 +6,8 @@ import io
 import logging
 import os
 import re
+import select
+import signal
 import sys
 import traceback
 import warnings
@@ -73,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
             return _TRAINING[argv[0]](argv[1:])
         args = _parser().parse_args([with_underscores(word) for word in argv or ["--help"]])
         return args.func(args)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         if os.environ.get("HF_TPU_EXT_TRACEBACK") == "1" or not _is_for_users(error, argv):
             raise
         if LAUNCHER_TELLS in os.environ and "TORCHELASTIC_ERROR_FILE" in os.environ:
@@ -109,9 +111,22 @@ def command() -> int:
         # Lines stand above a progress bar, and without the prefix that they have once a library configures logging.
         with temporarily(logger, handlers=[logging.StreamHandler()], propagate=False), logging_redirect_tqdm([logger]):
             return main()
-    except Exception:
-        traceback.print_exc()
-        return os.EX_SOFTWARE
+    except Exception as error:
+        unread = [number for number in (1, 2) if isinstance(error, BrokenPipeError) and _is_unread(number)]
+        if not unread:
+            traceback.print_exc()
+            return os.EX_SOFTWARE
+        # Who reads the output has enough of it, as `head`. Python would write what is left when it ends.
+        for number in unread:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+        return 128 + signal.SIGPIPE
+
+
+def _is_unread(number: int) -> bool:
+    """Whether nobody reads from a pipe that this process writes to, by its file descriptor."""
+    poll = select.poll()
+    poll.register(number, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -141,6 +156,9 @@ def _is_for_users(error: Exception, argv: list[str]) -> bool:
     """Whether an error is a message to a person, and no bug: by its class, or by whose code raised it."""
     if isinstance(error, UserError | SaveError):
         return True
+    if isinstance(error, ImportError) and error.name is not None:
+        # It is Python's own, and no message about a package to install.
+        return False
     raised_in = [frame.f_globals["__name__"].partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not isinstance(error, OSError):
         return raised_in[-1] in _SPEAK_TO_USERS

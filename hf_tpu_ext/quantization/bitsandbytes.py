@@ -68,8 +68,8 @@ def keep_gradients_on_cpu(model: nn.Module) -> Iterator[str]:
         layer.support_avx512bf16_for_cpu = False
     if layers:
         yield (
-            f"{len(layers)} linear layers of 4 bits do not evaluate by bitsandbytes' kernel for the CPU: training steps after that would have "
-            "no gradients through them"
+            f"evaluation leaves out bitsandbytes' kernel for the CPU in {len(layers)} linear layers of 4 bits: with it, as with plain TRL, "
+            "training steps after an evaluation have no gradients through them"
         )
 
 

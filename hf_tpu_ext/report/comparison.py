@@ -47,7 +47,10 @@ def compare_runs(runs: Sequence[Run], prices: Mapping[str, Price]) -> Report:
     speed = _beside("Mean time of a step", names, _rows(of_step))
     if can_draw() and all(map(time_in_phases, runs)):
         speed.figures.append(draw_shares({run.name: time_in_phases(run) for run in runs}))
-    recipes = _rows([run.begin["arguments"] for run in runs])
+    arguments = [run.begin["arguments"] for run in runs]
+    # Of an adapter, only what was set is recorded.
+    of_adapters = {name: "default" for each in arguments for name in each if name.startswith("peft_config.")}
+    recipes = _rows([(of_adapters if of_adapters.keys() & each.keys() else {}) | each for each in arguments])
     differences = _beside("Differences of the recipes", names, [row for row in recipes if len(set(row[1:])) > 1])
     if not differences.tables:
         differences.lines.append("None.")

@@ -129,7 +129,7 @@ def _parts(run: Run) -> Section:
     for session in run.sessions:
         counters = session.totals.get("counters") or {}
         end = "failed" if session.error is not None else "did not end" if session.end is None else "ended"
-        if end == "ended" and session.last_step < session.begin["max_steps"]:
+        if session.end is not None and end == "ended" and session.last_step < session.begin["max_steps"]:
             end = f"stopped by {session.end.get('stopped_by', 'a callback or a signal')}"
         rows.append(
             [

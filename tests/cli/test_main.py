@@ -1,6 +1,7 @@
 """The `hf-tpu` command: help, exit status and what a person sees of an error."""
 
 import logging
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -120,6 +121,8 @@ def in_our_code(statement):
         ("import os; os.rename('/absent/a', '/absent/b')", FileNotFoundError),
         ("import os; os.read(10**6, 1)", OSError),
         ("from pathlib import Path; Path('/').read_text()", IsADirectoryError),
+        ("import not_there", ImportError),
+        ("from json import not_there", ImportError),
     ],
 )
 def test_bugs_keep_their_traceback(monkeypatch, statement, error):
@@ -133,6 +136,22 @@ def test_a_bug_has_an_exit_status_of_its_own(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["hf-tpu", "sft"])
     assert cli.command() == 70
     assert "RuntimeError: a bug" in capsys.readouterr().err
+
+
+def test_a_package_that_upstream_asks_for_is_no_bug(monkeypatch, capsys):
+    names = {"__name__": "transformers.example"}
+    exec("def load():\n    raise ImportError('You need to install galore_torch')", names)
+    monkeypatch.setitem(cli._TRAINING, "sft", lambda argv: names["load"]())
+    assert main(["sft"]) == 2
+    assert "You need to install galore_torch" in capsys.readouterr().err
+
+
+def test_who_reads_the_output_may_stop():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hf_tpu_ext.cli.main", "recipes"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait() == 128 + signal.SIGPIPE
 
 
 def test_json_has_the_screen_alone(capsys, tmp_path):

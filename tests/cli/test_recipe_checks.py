@@ -70,6 +70,12 @@ def test_a_recipe_that_is_not_to_train():
         check_training(Recipe(path="recipe.yaml", file={"do_train": "false"}))
 
 
+def test_quantized_weights_are_trained_by_an_adapter():
+    with pytest.raises(UserError, match="recipe.yaml: weights that load_in_4bit quantizes .* Add use_peft: true"):
+        check_training(Recipe(path="recipe.yaml", file={"load_in_4bit": "true"}))
+    check_training(Recipe(file={"load_in_4bit": "true"}, command_line={"use_peft": True}))
+
+
 def test_a_stream_with_an_end_is_taken():
     streaming = {"dataset_name": "rows", "dataset_streaming": "true"}
     check_training(Recipe(file=streaming, command_line={"max_steps": "20"}))

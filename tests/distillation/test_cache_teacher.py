@@ -99,7 +99,9 @@ def test_cache_of_a_recipe(xla, tiny, recipe, prepared, tmp_path, capsys):
     share = manifest.coverage[0]
     assert f"{share:.1%} at temperature 1, " in told
     assert f"warning: The top 32 tokens hold {share:.0%} of the teacher's mass at temperature 1" in told
-    assert f"--kd_cache {tmp_path / 'cache'}" in told
+    assert (
+        f"Train from it: hf-tpu sft --config {argv[2]} with the same keys and --kd_cache {tmp_path / 'cache'}" in told
+    )
     assert manifest.teacher == str(tiny / "teacher")
     assert (manifest.top_k, manifest.temperatures, manifest.max_length) == (32, (1.0, 2.0), 64)
     assert max(len(row) for dataset in prepared for row in dataset["input_ids"]) == 64, "no row was cut"

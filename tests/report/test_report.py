@@ -238,6 +238,13 @@ def test_a_run_that_was_killed_after_a_checkpoint(write_run, tmp_path):
     assert "| 0 | 18 of 40 | 40 s | 1 | 17 | 16 | did not end |" in markdown and "unreadable" not in markdown
 
 
+def test_what_an_adapter_of_a_run_has_by_default(write_run, tmp_path):
+    settings = [{"peft_config.lora_alpha": 16, "peft_config.r": 8}, {"peft_config.r": 8}, {}]
+    runs = [write_run(tmp_path / name, arguments=arguments) for name, arguments in zip("abc", settings, strict=True)]
+    markdown = make_report(runs, tmp_path).with_suffix(".md").read_text()
+    assert "| peft_config.lora_alpha | 16 | default |  |" in markdown and "| peft_config.r | 8 | 8 |  |" in markdown
+
+
 def test_several_runs(write_run, tmp_path):
     arguments = {"output_dir": "runs/a", "learning_rate": 1e-3, "max_length": 64}
     runs = [

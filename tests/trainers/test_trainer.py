@@ -263,6 +263,13 @@ def test_fewer_rows_than_the_global_batch(runs, rows, capsys):
     assert not any("fewer" in line for line in trainer.find_facts().changes)
 
 
+def test_float16_has_no_effect_on_the_cpu(runs):
+    trainer = runs.ours(train=False, use_cpu=True, fp16=True)
+    facts = trainer.find_facts()
+    assert facts.precision == "float32 weights"
+    assert "fp16=True has no effect on cpu: upstream computes in float16 on a GPU alone" in facts.changes
+
+
 @pytest.mark.parametrize(
     ("dtype", "lost"), [(torch.float32, None), (torch.bfloat16, "1/512"), (torch.float16, "1/4096")]
 )

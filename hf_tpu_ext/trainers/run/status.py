@@ -182,11 +182,15 @@ class StatusMixin:
         quantization = find_config(self.model)
         if quantization is not None:
             dtypes.add(quantization.quantization_method())
-        compute = "bfloat16" if adapted.compute_dtype or args.bf16 else "float16" if args.fp16 else None
+        # On the CPU, accelerate leaves float16 out.
+        in_float16 = args.fp16 and self.accelerator.native_amp
+        compute = "bfloat16" if adapted.compute_dtype or args.bf16 else "float16" if in_float16 else None
         precision = f"{'/'.join(sorted(dtypes))} weights" + (f", {compute} compute" if compute else "")
         lines = self.chips.lines(self.model, self.averaging.average is not None)
         lines += [*self.describe_frozen(), *self.averaging.lines(self.state.max_steps)]
         lines += adapted.changes
+        if args.fp16 and not in_float16:
+            lines.append(f"fp16=True has no effect on {backend.name}: upstream computes in float16 on a GPU alone")
         lines += [*self._few_rows(), *self._rounded_updates()]
         facts = RunFacts(precision, self._train_batch_size, [], None, lines)
         rows = self.train_dataset
@@ -226,8 +230,10 @@ class StatusMixin:
     def _rounded_updates(self) -> list[str]:
         """A line for each dtype where weights are trained in so few bits that small updates are lost, on every device and upstream, too."""
         dtypes = {parameter.dtype for parameter in self.model.parameters() if parameter.requires_grad}
+        is_quantized = find_config(self.model) is not None
+        fix = "TRL has adapters of quantized models so" if is_quantized else "dtype=float32 avoids that"
         return [
-            f"trained weights are {dtype_name(dtype)}: {lost}. dtype=float32 avoids that"
+            f"trained weights are {dtype_name(dtype)}: {lost}. {fix}"
             for dtype, lost in _FEW_BITS.items()
             if dtype in dtypes
         ]
