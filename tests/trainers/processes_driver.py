@@ -160,7 +160,7 @@ def on_cpu():
     return os.environ["HF_TPU_EXT_BACKEND"] == "cpu"
 
 
-def _sft(shared, model_dir, output_dir, ours, lora=None, first_row=0, qlora=False, **config):
+def _sft(shared, model_dir, output_dir, ours, lora=None, first_row=0, qlora=False, float32_adapters=False, **config):
     import torch
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
     from trl import SFTConfig, SFTTrainer
@@ -183,7 +183,12 @@ def _sft(shared, model_dir, output_dir, ours, lora=None, first_row=0, qlora=Fals
         "use_cpu": on_cpu(),
     }
     cls, config_cls = (TPUSFTTrainer, TPUSFTConfig) if ours else (SFTTrainer, SFTConfig)
-    return runs.trainer(cls, runs.config(config_cls, **{**defaults, **config}), model, lora)
+    trainer = runs.trainer(cls, runs.config(config_cls, **{**defaults, **config}), model, lora)
+    if float32_adapters:
+        for parameter in trainer.model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+    return trainer
 
 
 def _other(module, case, output_dir, ours, **config):
