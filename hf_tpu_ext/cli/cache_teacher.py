@@ -1,6 +1,7 @@
 """`hf-tpu cache-teacher`: precompute a teacher's top-k log-probs over the data of a recipe."""
 
 import math
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -254,7 +255,9 @@ def _report(directory: Path, manifest, recipe: Recipe) -> None:
     for temperature, share in coverage.items():
         if share < LOW_COVERAGE:
             print(f"warning: {describe_coverage(share, temperature, manifest.top_k)}")
-    has_more = bool(recipe.command_line.keys() - {"kd_cache"})
-    keys = [] if recipe.path is None else [f"--config {recipe.path}"]
-    keys += ["with the same keys and"] * (has_more or recipe.path is None)
-    print(f"Train from it: hf-tpu sft {' '.join(keys)} --kd_cache {directory}")
+    words = ["hf-tpu", "sft"] if recipe.path is None else ["hf-tpu", "sft", "--config", recipe.path]
+    for key, value in recipe.command_line.items():
+        # What a cache alone takes is no key of training.
+        if key not in ("kd_cache", *CacheArguments.__dataclass_fields__):
+            words += [f"--{key}", *([] if value is True else value if isinstance(value, list) else [value])]
+    print(f"Train from it: {shlex.join([*words, '--kd_cache', str(directory)])}")

@@ -19,7 +19,7 @@ from ..hardware.prices import read_prices
 from ..installing import install_command
 from .json_output import json_output, why_not_made
 from .recipe import Recipe, load_recipe, with_underscores
-from .recipe_checks import NoSuchPath
+from .recipe_checks import NoSuchPath, check_quantized
 from .trl_scripts import SCRIPTS, take_command
 
 
@@ -170,6 +170,7 @@ def _plan(
         recipe = load_recipe(rest, SCRIPTS[command].tiny_data, reads_data=not options.seq_lengths)
     except NoSuchPath as error:
         raise UserError(f"{error}\n{_NEEDS_NO_DATA if error.is_data else _NEEDS}") from error
+    check_quantized(recipe)
     for variable in _OF_THE_MACHINE:
         os.environ.pop(variable, None)
     # Programs are traced on the host. torch_xla warns, when it is imported, that it chooses by itself.

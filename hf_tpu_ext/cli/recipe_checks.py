@@ -133,22 +133,27 @@ def check_packages(recipe: Recipe) -> None:
             )
 
 
-def check_training(recipe: Recipe) -> None:
-    """
-    Refuse a recipe that is not to train (`ValueError`), quantized weights without an adapter, and a stream where no `max_steps` says when
-    training ends.
-    """
-    if str(recipe.get("do_train", True)).lower() in NO:
-        raise UserError(
-            f"{recipe.where('do_train')}: do_train is false, and this command trains. Leave it out. "
-            "To evaluate a finished run, run its command again with --eval_on_start true --resume_from_checkpoint true"
-        )
+def check_quantized(recipe: Recipe) -> None:
+    """Refuse quantized weights without an adapter to train (`ValueError`)."""
     for key in ("load_in_4bit", "load_in_8bit"):
         if recipe.says_yes(key) and not recipe.says_yes("use_peft"):
             raise UserError(
                 f"{recipe.where(key)}: weights that {key} quantizes are not trained, but an adapter on them is. Add use_peft: true (on the "
                 f"command line --use_peft true), or leave {key} out."
             )
+
+
+def check_training(recipe: Recipe) -> None:
+    """
+    Refuse a recipe that is not to train (`ValueError`), quantized weights without an adapter, and a stream where no `max_steps` says when
+    training ends.
+    """
+    check_quantized(recipe)
+    if str(recipe.get("do_train", True)).lower() in NO:
+        raise UserError(
+            f"{recipe.where('do_train')}: do_train is false, and this command trains. Leave it out. "
+            "To evaluate a finished run, run its command again with --eval_on_start true --resume_from_checkpoint true"
+        )
     key = "streaming" if recipe.get("datasets") else "dataset_streaming"
     if recipe.says_yes(key) and str(recipe.get("max_steps", -1)) in ("-1", "0"):
         raise UserError(

@@ -195,6 +195,7 @@ def test_does_not_fit(plan):
 
 
 BAD_INPUT = {
+    "few_bits": (["--load_in_4bit", "true"], ["weights that load_in_4bit quantizes", "Add use_peft: true"]),
     "topology": (["--topology", "v5e-17", "--seq_lengths", "64"], ["v5e-16", "v5e-8", "v5e-1"]),
     "no_tokens": (["--seq_lengths", "0"], ["--seq_lengths 0", "at least one token"]),
     "no_shapes": ([], ["names no data", "--seq_lengths"]),

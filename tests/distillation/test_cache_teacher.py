@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -89,6 +90,7 @@ def reference(tiny, input_ids):
 
 def test_cache_of_a_recipe(xla, tiny, recipe, prepared, tmp_path, capsys):
     argv = ["cache-teacher", "--config", recipe(), "--kd_teacher", str(tiny / "teacher"), "--kd_top_k", "32"]
+    argv += ["--batch-size", "8"]
     assert main(argv) == 0
     told = capsys.readouterr().out
     cache = TeacherCache(tmp_path / "cache")
@@ -99,9 +101,9 @@ def test_cache_of_a_recipe(xla, tiny, recipe, prepared, tmp_path, capsys):
     share = manifest.coverage[0]
     assert f"{share:.1%} at temperature 1, " in told
     assert f"warning: The top 32 tokens hold {share:.0%} of the teacher's mass at temperature 1" in told
-    assert (
-        f"Train from it: hf-tpu sft --config {argv[2]} with the same keys and --kd_cache {tmp_path / 'cache'}" in told
-    )
+    # Without the key that a cache alone takes.
+    again = [*argv[1:5], "--kd_top_k", "32", "--kd_cache", str(tmp_path / "cache")]
+    assert f"Train from it: {shlex.join(['hf-tpu', 'sft', *again])}" in told
     assert manifest.teacher == str(tiny / "teacher")
     assert (manifest.top_k, manifest.temperatures, manifest.max_length) == (32, (1.0, 2.0), 64)
     assert max(len(row) for dataset in prepared for row in dataset["input_ids"]) == 64, "no row was cut"

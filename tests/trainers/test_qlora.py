@@ -80,6 +80,7 @@ def test_an_evaluation_on_the_cpu_leaves_gradients_as_they_are(quantized):
     more = dict(lora=LORA, max_steps=3, use_cpu=True, logging_steps=1)
     plain, evaluated = (quantized.ours(**more, eval_on_start=on) for on in (False, True))
     assert losses(evaluated) == losses(plain)
+    assert plain.describe_run(plain.args, None)["arguments"]["quantization_config"] == "nf4"
     # No setting keeps TRL from it.
     (line,) = (line for line in plain.find_facts().changes if line.startswith("trained weights are bfloat16"))
     assert line.endswith("is rounded away. TRL has adapters of quantized models so")

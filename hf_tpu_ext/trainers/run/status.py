@@ -251,13 +251,15 @@ class StatusMixin:
     def describe_run(self, args: TrainingArguments, facts: RunFacts | None) -> dict[str, Any]:
         """What the record of a run says of it, as JSON: the arguments as they were given, the facts as it began."""
         model, backend, config = unwrap_peft_model(self.model), self.backend, args.to_dict()
-        adapter, datasets = _settings_of_adapter(self.model), named_datasets(vars(self))
+        of_model, datasets = _settings_of_adapter(self.model), named_datasets(vars(self))
         own_code = self.describe_own_code()
+        if (quantization := find_config(self.model)) is not None:
+            of_model["quantization_config"] = str(quantization.quantization_method())
         parameters, num_trained = count_parameters(self.model)
         return {
             "versions": find_versions(),
-            "arguments": config | adapter | own_code,
-            "changed": sorted([*adapter, *own_code, *(name for name in _changed_fields(args) if name in config)]),
+            "arguments": config | of_model | own_code,
+            "changed": sorted([*of_model, *own_code, *(name for name in _changed_fields(args) if name in config)]),
             "model": {
                 # A model that was made of a config has no name.
                 "name": (isinstance(model, PreTrainedModel) and model.config.name_or_path) or type(model).__name__,
