@@ -1,7 +1,8 @@
 """The compiled path, as a mixin over a live upstream trainer class."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ class TPUTrainerMixin(
     | `_load_optimizer_and_scheduler` | the state goes from the file to the chips one tensor at a time |
     | `_load_from_checkpoint` | adapters keep the dtype that TRL gave them; experts and vision towers are loaded by the names that they are saved under |
     | `_save`, `save_model`, `_save_optimizer_and_scheduler`, `_save_checkpoint`, `_get_output_dir`, `_push_from_checkpoint`, `create_model_card`, `_determine_best_metric`, `_load_best_model` | fetched in one transfer or by all hosts, written atomically; the card names this package |
-    | `train`, `_inner_training_loop`, `_hp_search_setup` | takes up changed arguments, finds a complete checkpoint, says that memory has run out, leaves nothing to the next run or trial |
+    | `train`, `_prepare_for_training`, `_inner_training_loop`, `_hp_search_setup` | takes up changed arguments, finds a complete checkpoint, says that memory has run out, leaves nothing to the next run or trial |
 
     Args:
         *args:
@@ -94,6 +95,8 @@ class TPUTrainerMixin(
     methods_on_host: tuple[str, ...] = ()
     #: Whether upstream leaves NaN out of the means that it logs.
     drops_nan_metrics = False
+    # Moves what the run does not go on from out of its way, until that is done.
+    _set_aside: Callable[[], None] | None = None
 
     def __init__(self, *args, **kwargs):
         arguments = signature_of(type(self)).bind(*args, **kwargs)
@@ -193,7 +196,8 @@ class TPUTrainerMixin(
                 took_newest = checkpoint is not None and resume_from_checkpoint is True
                 models = map(unwrap_peft_model, (self.model, *self.other_models()))
                 names = [model.name_or_path for model in models if isinstance(model, PreTrainedModel)]
-                set_aside(self._get_output_dir(trial), checkpoint, record is not None, took_newest, names)
+                run_dir = self._get_output_dir(trial)
+                self._set_aside = partial(set_aside, run_dir, checkpoint, record is not None, took_newest, names)
             with (
                 self.backend.processes.together("training"),
                 self.stopping_when_told(),
@@ -212,6 +216,14 @@ class TPUTrainerMixin(
                     raise
                 finally:
                     self._end_run()
+
+    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        # Only now, and once in a run: one that cannot be prepared leaves an earlier one in its place.
+        if self._set_aside is not None:
+            self._set_aside()
+            self._set_aside = None
+        return prepared
 
     def _inner_training_loop(
         self, batch_size=None, args=None, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None

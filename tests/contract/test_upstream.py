@@ -71,6 +71,7 @@ HOOKS = {
     "evaluation_loop": ["dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"],
     "train": ["resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
     "_inner_training_loop": ["batch_size", "args", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
+    "_prepare_for_training": ["max_steps", "train_dataloader", "resume_from_checkpoint"],
     "_load_best_model": [],
     "_load_from_checkpoint": ["resume_from_checkpoint", "model"],
     "_init_training_state": [

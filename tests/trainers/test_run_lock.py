@@ -98,6 +98,22 @@ def test_a_run_that_goes_back_goes_on_from_there(make, runs):
     assert list(checkpoints_by_step(runs.output_dir / "_earlier-1")) == [4, 6]
 
 
+def test_a_run_that_cannot_be_prepared_leaves_an_earlier_one(make, runs, monkeypatch):
+    """As where the optimizer needs a package that is not installed. A run that begins sets the earlier one aside."""
+    make(run_report=True).train()
+    before, trainer = files(runs.output_dir), make(run_report=True)
+
+    def fail(*args):
+        raise ImportError("You need to install an optimizer")
+
+    with monkeypatch.context() as patch, pytest.raises(ImportError):
+        patch.setattr(trainer, "create_optimizer", fail)
+        trainer.train()
+    assert files(runs.output_dir) == before
+    trainer.train()
+    assert {f"_earlier-1/{name}" for name in before if name.startswith("checkpoint-")} <= files(runs.output_dir).keys()
+
+
 def test_the_limit_deletes_nothing_of_another_run(make, runs):
     make().train()
     make(save_total_limit=1).train()
