@@ -76,7 +76,7 @@ test-bounds: test-at-lowest test-at-newest  ## Contract tests at the bounds of s
 	@mkdir -p $(@D)
 	sed -nE 's/^ +($(UPSTREAM_PATTERN))>=([^,]+).*/\1==\2/p' $< > $@
 
-.cache/newest.txt:
+.cache/newest.txt .cache/torch-newest.txt:
 	@mkdir -p $(@D)
 	touch $@
 
@@ -92,10 +92,6 @@ test-torch: test-torch-at-lowest test-torch-at-newest  ## Tests on the eager CPU
 .cache/torch-lowest.txt: setup.cfg
 	@mkdir -p $(@D)
 	sed -nE 's/^ +torch>=([0-9.]+)$$/torch==\1.*/p' $< > $@
-
-.cache/torch-newest.txt:
-	@mkdir -p $(@D)
-	touch $@
 
 test-torch-at-%: .cache/torch-%.txt
 	test -d $(VENV)-torch-$* || $(PYTHON) -m venv $(VENV)-torch-$*

@@ -255,7 +255,9 @@ def _report(directory: Path, manifest, recipe: Recipe) -> None:
     for temperature, share in coverage.items():
         if share < LOW_COVERAGE:
             print(f"warning: {describe_coverage(share, temperature, manifest.top_k)}")
-    words = ["hf-tpu", "sft"] if recipe.path is None else ["hf-tpu", "sft", "--config", recipe.path]
+    words = ["hf-tpu", "sft"]
+    for option, path in (("--config", recipe.path), ("--smoke", recipe.smoke)):
+        words += [] if path is None else [option, path]
     for key, value in recipe.command_line.items():
         # What a cache alone takes is no key of training.
         if key not in ("kd_cache", *CacheArguments.__dataclass_fields__):

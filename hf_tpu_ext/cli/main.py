@@ -112,7 +112,7 @@ def command() -> int:
         with temporarily(logger, handlers=[logging.StreamHandler()], propagate=False), logging_redirect_tqdm([logger]):
             return main()
     except Exception as error:
-        unread = [number for number in (1, 2) if isinstance(error, BrokenPipeError) and _is_unread(number)]
+        unread = list(filter(_is_unread, (1, 2))) if isinstance(error, BrokenPipeError) else []
         if not unread:
             traceback.print_exc()
             return os.EX_SOFTWARE

@@ -49,6 +49,8 @@ _FORMATS = {".jsonl": "json", ".txt": "text"}
 _SPLITS = ("train", "test", "validation")
 # Keys of data.
 _OF_DATA = ("dataset_name", "datasets")
+# Keys that quantize the weights of a model when it is loaded.
+_QUANTIZE = ("load_in_4bit", "load_in_8bit")
 # What is meant by keys that no spelling leads to.
 _MEANT = {
     **dict.fromkeys(("lora", "peft", "use_lora"), "'use_peft'"),
@@ -126,7 +128,7 @@ def check_adapter_keys(recipe: Recipe) -> None:
 
 def check_packages(recipe: Recipe) -> None:
     """Refuse weights of 4 or 8 bits (`ValueError`) where bitsandbytes, which upstream loads them with, is not installed."""
-    for key in ("load_in_4bit", "load_in_8bit"):
+    for key in _QUANTIZE:
         if recipe.says_yes(key) and find_spec("bitsandbytes") is None:
             raise UserError(
                 f"{recipe.where(key)}: {key} needs bitsandbytes, which is not installed: {install_command('qlora')}"
@@ -135,7 +137,7 @@ def check_packages(recipe: Recipe) -> None:
 
 def check_quantized(recipe: Recipe) -> None:
     """Refuse quantized weights without an adapter to train (`ValueError`)."""
-    for key in ("load_in_4bit", "load_in_8bit"):
+    for key in _QUANTIZE:
         if recipe.says_yes(key) and not recipe.says_yes("use_peft"):
             raise UserError(
                 f"{recipe.where(key)}: weights that {key} quantizes are not trained, but an adapter on them is. Add use_peft: true (on the "

@@ -31,16 +31,16 @@ _SEARCHED = ("mesh", "rematerialization", "per_device_train_batch_size")
 class _Change:
     """
     A setting that is not set, what it does, and about how many bytes of a chip it saves in each program that does not fit: of the state or
-    of the activations. The others may change with it. `at_most` is for what saves as much as one takes of it.
+    of the activations. The others may change with it. Without `has_figure`, these are the most that it could save, and are not told.
     """
 
     setting: str
     effect: str
     saved: Sequence[float]
-    at_most: bool = False
+    has_figure: bool = True
 
     def __str__(self) -> str:
-        saved = 0 if self.at_most else round(max(self.saved))
+        saved = round(max(self.saved)) if self.has_figure else 0
         return f"{self.setting}{self.effect}{f' (about {format_bytes(saved)} less)' if saved else ''}"
 
 
@@ -154,13 +154,8 @@ def _changes_of_state(state: Mapping[str, int], topology: Topology, run: Run, ne
         saved = total - left
         found.append(("use_peft: true", " (LoRA): gradients and optimizer state are of adapters alone", saved))
     elif not run.is_quantized:
-        found.append(
-            (
-                "load_in_4bit: true",
-                " (QLoRA), for frozen linear layers",
-                weights * run.quantizable_share * _SAVED_BY_4_BITS,
-            )
-        )
+        saved = weights * run.quantizable_share * _SAVED_BY_4_BITS
+        found.append(("load_in_4bit: true", " (QLoRA), for frozen linear layers", saved))
     if run.trains_in_float32:
         found.append((_BFLOAT16, _HALVES, total / 2))
     return [_Change(setting, effect, [saved] * needs) for setting, effect, saved in found if saved > 0]
@@ -187,7 +182,7 @@ def _changes_of_rows(needs: Sequence[_Need], run: Run, kept: float) -> list[_Cha
         if rows == 1:
             saved = [need.activations if need in of_these else 0 for need in needs]
             effect = ", of which a plan with smaller --seq_lengths says how much it saves"
-            changes.append(_Change("a smaller max_length", effect, saved, at_most=True))
+            changes.append(_Change("a smaller max_length", effect, saved, has_figure=False))
             continue
         # What is one micro-step now has several then, and sums of gradients to keep.
         sums = 0 if is_evaluation or run.gradient_accumulation_steps > 1 else run.trained_bytes

@@ -65,7 +65,8 @@ class Session:
     """
     One call of `train`: a run that was resumed has several. Of each what was known when it began, its seconds, its last
     optimizer step, its compilations and its totals (phases, step times, batches, counters, why steps are traced, and the
-    optimizer step after which they were recorded) as far as they are recorded, and what was known when it ended, or the error that ended it; both `None` if it was killed.
+    optimizer step after which they were recorded) as far as they are recorded, and what was known when it ended, or the
+    error that ended it; both `None` if it was killed.
     """
 
     begin: dict[str, Any]

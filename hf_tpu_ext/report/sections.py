@@ -128,9 +128,14 @@ def _parts(run: Run) -> Section:
     rows = []
     for session in run.sessions:
         counters = session.totals.get("counters") or {}
-        end = "failed" if session.error is not None else "did not end" if session.end is None else "ended"
-        if session.end is not None and end == "ended" and session.last_step < session.begin["max_steps"]:
+        if session.error is not None:
+            end = "failed"
+        elif session.end is None:
+            end = "did not end"
+        elif session.last_step < session.begin["max_steps"]:
             end = f"stopped by {session.end.get('stopped_by', 'a callback or a signal')}"
+        else:
+            end = "ended"
         rows.append(
             [
                 begin_time(session),
@@ -219,9 +224,10 @@ _WHOLE_STEP = "whole step (mean)"
 
 def time_of_step(run: Run) -> dict[str, float]:
     """Seconds that each phase takes of a step, as the mean over all steps, also those without it, and last their sum."""
-    if not (steps := run.steps_in_phases):
+    phases, steps = time_in_phases(run), run.steps_in_phases
+    if not (phases and steps):
         return {}
-    of_step = {name: seconds / steps for name, seconds in time_in_phases(run).items() if name not in BESIDES_STEPS}
+    of_step = {name: seconds / steps for name, seconds in phases.items() if name not in BESIDES_STEPS}
     return {**of_step, _WHOLE_STEP: sum(of_step.values())}
 
 

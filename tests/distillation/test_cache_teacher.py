@@ -136,10 +136,11 @@ def test_defaults(xla, tiny, recipe, tmp_path, capsys):
     assert not (tmp_path / "cache").exists()
 
 
-def test_smoke(xla, tiny, recipe, tmp_path, monkeypatch):
+def test_smoke(xla, tiny, recipe, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     path = recipe(model_name_or_path="Qwen/Qwen3-0.6B", dataset_name="trl-lib/Capybara", kd_cache="caches/real")
     assert main(["cache-teacher", "--config", path, "--smoke", str(tiny)]) == 0
+    assert f"Train from it: hf-tpu sft --config {path} --smoke {tiny}" in capsys.readouterr().out
     manifest = TeacherCache("runs/smoke/recipe/teacher_cache").manifest
     assert (manifest.top_k, manifest.teacher) == (16, str(tiny / "teacher"))
 

@@ -83,7 +83,7 @@ def test_an_evaluation_on_the_cpu_leaves_gradients_as_they_are(quantized):
     assert plain.describe_run(plain.args, None)["arguments"]["quantization_config"] == "nf4"
     # No setting keeps TRL from it.
     (line,) = (line for line in plain.find_facts().changes if line.startswith("trained weights are bfloat16"))
-    assert line.endswith("is rounded away. TRL has adapters of quantized models so")
+    assert line.endswith("is rounded away. TRL casts adapters of quantized models to it")
 
 
 @pytest.mark.slow

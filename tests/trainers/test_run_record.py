@@ -217,6 +217,7 @@ def test_a_record_without_status(runs):
     runs.ours(**CONFIG, step_status=False)
     run = read_run(runs.output_dir)
     assert len(run.logs) == 3 and not run.phases and (runs.output_dir / "report.html").is_file()
+    assert not time_of_step(run)
 
 
 class _Looks(TrainerCallback):

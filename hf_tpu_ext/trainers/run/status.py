@@ -231,7 +231,7 @@ class StatusMixin:
         """A line for each dtype where weights are trained in so few bits that small updates are lost, on every device and upstream, too."""
         dtypes = {parameter.dtype for parameter in self.model.parameters() if parameter.requires_grad}
         is_quantized = find_config(self.model) is not None
-        fix = "TRL has adapters of quantized models so" if is_quantized else "dtype=float32 avoids that"
+        fix = "TRL casts adapters of quantized models to it" if is_quantized else "dtype=float32 avoids that"
         return [
             f"trained weights are {dtype_name(dtype)}: {lost}. {fix}"
             for dtype, lost in _FEW_BITS.items()
