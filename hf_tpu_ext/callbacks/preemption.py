@@ -55,10 +55,10 @@ class Preemption(TrainerCallback):
     """
     Notes that the run was told to stop.
 
-    While it listens, the first SIGTERM or SIGINT is noted, and a second one does what it did before. Only the process
-    and the thread that may handle signals do this; elsewhere nothing changes. With the URL of a Cloud machine's
-    metadata server ([`METADATA_URL`]), that is asked for a maintenance notice, too. Several `processes` stop after the
-    same step, whichever of them is told.
+    While it listens, the first SIGTERM, SIGINT or SIGHUP (the terminal was closed, the connection is lost) is noted, and a
+    second one does what it did before. Only the process and the thread that may handle signals do this; elsewhere
+    nothing changes. With the URL of a Cloud machine's metadata server ([`METADATA_URL`]), that is asked for a maintenance
+    notice, too. Several `processes` stop after the same step, whichever of them is told.
     """
 
     def __init__(self, maintenance_url: str | None = None, processes: Processes = ALONE):
@@ -80,7 +80,8 @@ class Preemption(TrainerCallback):
         self._processes.begin_listening()
         self._process = os.getpid()
         self._handlers = {}
-        for number in (signal.SIGTERM, signal.SIGINT):
+        self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             # One that is ignored stays ignored, as for `nohup` and for jobs in the background of a shell script.
             if signal.getsignal(number) not in (None, signal.SIG_IGN):
                 self._handlers[number] = signal.signal(number, self._on_signal)
@@ -125,6 +126,8 @@ class Preemption(TrainerCallback):
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
             return
+        if number == signal.SIGHUP:
+            self._leave_closed_terminals()
         now = time.monotonic()
         if self._signalled_at is None:
             self._signalled_at = now
@@ -132,6 +135,14 @@ class Preemption(TrainerCallback):
         elif now - self._signalled_at > _ONE_SIGNAL_SECONDS:
             self._restore_handlers()
             signal.raise_signal(number)
+
+    def _leave_closed_terminals(self) -> None:
+        """Writing to a terminal that is closed raises: without this, the next line of a progress bar ends the run before it is saved."""
+        for descriptor in self._terminals:
+            if not os.isatty(descriptor):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
 
     def _tell(self, reason: str, more: str = "") -> None:
         if self._processes.agree_on_stops:

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pty
 import signal
 import sys
 import threading
@@ -17,22 +18,27 @@ from hf_tpu_ext.callbacks import preemption
 from hf_tpu_ext.callbacks.preemption import EvaluationCut, Preemption, TrainingPreempted, watch_maintenance
 
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @pytest.fixture(autouse=True)
-def interrupts():
-    """As in a terminal: a job in the background of a script has SIGINT ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+def signals_of_a_terminal():
+    """
+    A job in the background of a script has SIGINT ignored, and one of `nohup` SIGHUP. One that is not noted ends the tests where it was sent.
+    """
+    before = handlers()
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in zip(SIGNALS, before, strict=True):
+        signal.signal(number, handler)
 
 
 def handlers():
     return [signal.getsignal(number) for number in SIGNALS]
 
 
-@pytest.mark.parametrize("number", SIGNALS, ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_first_signal_is_noted_and_told_in_one_line(number, capfd):
     stop, before = Preemption(), handlers()
     with stop.listen():
@@ -74,14 +80,32 @@ with Preemption().listen():
     assert done.stderr.count("SIGTERM") == 1
 
 
-def test_what_is_ignored_stays_ignored():
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with Preemption().listen():
-            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
+def test_a_run_whose_terminal_is_closed_still_writes():
+    process, terminal = pty.fork()
+    if not process:
+        status = 1
+        try:
+            stop = Preemption()
+            with stop.listen():
+                os.write(1, b"listens")
+                while stop.reason is None:
+                    time.sleep(0.01)
+                os.write(1, b"loss")
+                os.write(2, b"progress")
+                status = 0 if stop.reason == "SIGHUP" else 2
+        finally:
+            os._exit(status)
+    assert os.read(terminal, 7) == b"listens"
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGHUP), ids=lambda number: number.name)
+def test_what_is_ignored_stays_ignored(number):
+    signal.signal(number, signal.SIG_IGN)
+    with Preemption().listen():
+        assert signal.getsignal(number) == signal.SIG_IGN
+    assert signal.getsignal(number) == signal.SIG_IGN
 
 
 def test_only_the_main_thread_listens():
