@@ -1,11 +1,11 @@
 """How many bytes a cache takes, and what happens where there is no room."""
 
 import errno
-import resource
 import shutil
 
 import pytest
 from cache_driver import make_writer
+from full_disk import largest_file
 
 from hf_tpu_ext.distillation import cache_writer
 from hf_tpu_ext.distillation.cache import TeacherCache
@@ -42,21 +42,14 @@ def test_estimate_is_what_is_written(make_cache, tiny_teacher, rows, tmp_path):
     assert written <= estimate <= written + 1024 * len(manifest.shards)
 
 
-@pytest.fixture
-def limit_file_size():
-    """Limits the size of files of this process, as a full disk would."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_full_disk_is_told_and_the_build_continues(make_cache, limit_file_size, tmp_path):
+def test_full_disk_is_told_and_the_build_continues(make_cache, tmp_path):
     make_cache(tmp_path / "undisturbed")
     sizes = sorted(path.stat().st_size for path in (tmp_path / "undisturbed").glob("*.arrow"))
-    limit_file_size(sizes[-1] - 1)
-    with pytest.raises(ValueError, match=r"Writing failed \(File too large\); what is done is kept"):
+    with (
+        largest_file(sizes[-1] - 1),
+        pytest.raises(ValueError, match=r"Writing failed \(File too large\); what is done is kept"),
+    ):
         make_cache(tmp_path / "full")
-    limit_file_size(resource.RLIM_INFINITY)
     assert not [path.name for path in (tmp_path / "full").iterdir() if path.name.endswith(".tmp")]
     with pytest.raises(ValueError, match="is not complete"):
         TeacherCache(tmp_path / "full")

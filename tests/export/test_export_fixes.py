@@ -1,13 +1,12 @@
 """Exports that a message refuses are written once the command is typed as the message says."""
 
 import re
-import resource
 import shutil
-import signal
 
 import pytest
 import torch
 from fixes import assert_fixes, refusal
+from full_disk import largest_file
 from safetensors.torch import save_file
 
 from hf_tpu_ext.errors import SaveError
@@ -125,24 +124,14 @@ def test_a_directory_that_is_no_run(full_run, tmp_path):
 
 
 def test_weights_that_a_disk_has_no_room_for(tmp_path):
-    """A limit on the size of files stands for the disk."""
+    def write():
+        with whole_directory(tmp_path / "merged") as written:
+            save_file({"weight": torch.zeros(1000)}, written / "model.safetensors")
 
-    def write(name, most):
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
-        try:
-            with whole_directory(tmp_path / name) as written:
-                save_file({"weight": torch.zeros(1000)}, written / "model.safetensors")
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        with pytest.raises(SaveError, match="Make room there, or give --output_dir on another disk") as error:
-            write("merged", 1000)
-    finally:
-        signal.signal(signal.SIGXFSZ, handler)
+    refused = pytest.raises(SaveError, match="Make room there, or give --output_dir on another disk")
+    with largest_file(1000), refused as error:
+        write()
     assert str(error.value).startswith(f"{tmp_path / 'merged'} cannot be written: ")
     assert not list(tmp_path.iterdir())
-    write("merged", resource.RLIM_INFINITY)
+    write()
     assert [path.name for path in tmp_path.rglob("*.safetensors")] == ["model.safetensors"]

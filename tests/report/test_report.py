@@ -1,15 +1,14 @@
 import base64
 import json
 import re
-import resource
 import shlex
-import signal
 import subprocess
 import sys
 from html import unescape
 
 import pyarrow.parquet
 import pytest
+from full_disk import largest_file
 
 from hf_tpu_ext.cli.main import main
 from hf_tpu_ext.errors import UserError
@@ -421,15 +420,9 @@ def test_a_file_that_is_no_report_is_kept(write_run, tmp_path, suffix):
 
 def test_a_full_disk_leaves_the_former_report(write_run, tmp_path):
     page = make_report([write_run(tmp_path / "run")])
-    before, (least, most) = page.read_text(), resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, most))
-    try:
-        with pytest.raises(ValueError, match="report.html cannot be written"):
-            make_report([page.parent])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (least, most))
-        signal.signal(signal.SIGXFSZ, handler)
+    before = page.read_text()
+    with largest_file(2048), pytest.raises(ValueError, match="report.html cannot be written"):
+        make_report([page.parent])
     assert page.read_text() == before and not list(page.parent.glob("*.tmp"))
 
 

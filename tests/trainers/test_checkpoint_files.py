@@ -3,13 +3,12 @@
 import json
 import logging
 import os
-import resource
 import shutil
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from full_disk import largest_file
 from transformers import Trainer, TrainerCallback
 from written_checkpoints import contents, write_checkpoint
 
@@ -223,17 +222,6 @@ def test_a_checkpoint_that_was_to_be_replaced_is_not_lost(tmp_path, written):
 
 
 # ---- Saves of a trainer ----
-
-
-@contextmanager
-def largest_file(size):
-    """Within this context a write beyond `size` bytes of a file fails, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 SAVES = dict(max_steps=4, save_strategy="steps", save_steps=2, save_total_limit=1)

@@ -1,28 +1,16 @@
 """What `save_model` leaves in a directory: the new model whole, or what was there before."""
 
-import resource
 import threading
-from contextlib import contextmanager
 
 import pytest
 import torch
+from full_disk import largest_file
 from huggingface_hub import ModelCard
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
 from hf_tpu_ext.trainers.checkpoint.saved_model import EMA_FILE, whole_model
-
-
-@contextmanager
-def largest_file(size):
-    """Within this context a write beyond `size` bytes of a file fails, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 class FullDisk(TPUSFTTrainer):
