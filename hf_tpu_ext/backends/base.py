@@ -56,6 +56,8 @@ class Backend(ABC):
 
     # ---- How steps are run here. Each question has a name of its own: an accelerator may answer yes to any of them ----
 
+    #: Whether kernels that are written for GPUs run here (FlashAttention, Liger).
+    runs_gpu_kernels: bool = False
     #: Whether every new shape is compiled anew, so that batches, masks and experts keep to a few declared shapes.
     static_shapes: bool = False
     #: Whether operators are recorded, and a step is one program that runs when it ends.

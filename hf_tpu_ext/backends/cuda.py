@@ -11,6 +11,7 @@ class CUDABackend(Backend):
     """PyTorch on a GPU: every answer is what upstream does."""
 
     name = "cuda"
+    runs_gpu_kernels = True
 
     @property
     def device(self) -> torch.device:

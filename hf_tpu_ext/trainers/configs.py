@@ -16,6 +16,7 @@ from ..layers.attention import ATTENTIONS
 from ..quantization.fake_quantized import ADAPTERS
 from ..quantization.rounding import ACTIVATION_DTYPES, SCALES, WEIGHT_DTYPES
 from ..sharding import parse_mesh
+from ..temporarily import temporarily
 
 
 #: What is said of `deepspeed`.
@@ -212,7 +213,10 @@ class ExtensionArguments:
             # YAML reads an unquoted off as false.
             self.compile_cache_dir = "auto" if self.compile_cache_dir else "off"
         self._check_choices()
-        super().__post_init__()
+        # Upstream refuses it without a GPU, and a recipe for GPUs has it. A line at the start of the run says that it has no effect.
+        only_for_gpus = {"tf32": None} if self.tf32 and not backend.runs_gpu_kernels else {}
+        with temporarily(self, **only_for_gpus):
+            super().__post_init__()
 
     def _check_choices(self) -> None:
         own = [cls for cls in type(self).__mro__ if cls.__module__.startswith("hf_tpu_ext.")]

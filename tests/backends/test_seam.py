@@ -25,11 +25,12 @@ OUTSIDE = {path: text for path, text in SOURCES.items() if path.parent.name != "
 
 
 def test_an_eager_device_is_as_upstream_has_it(xla):
-    assert len(QUESTIONS) == 8
+    assert len(QUESTIONS) == 9
     for name in QUESTIONS:
         # torch_tpu compiles single operators and functions, and has processes that hold parts.
-        assert getattr(xla, name) is not (name.startswith("compiles_") or name == "splits_weights")
-        assert not getattr(CPUBackend, name) and not getattr(CUDABackend, name)
+        not_xla = name.startswith("compiles_") or name in ("splits_weights", "runs_gpu_kernels")
+        assert getattr(xla, name) is not not_xla
+        assert not getattr(CPUBackend, name) and getattr(CUDABackend, name) is (name == "runs_gpu_kernels")
     assert xla.kernels.platform == "cpu" and CPUBackend.kernels.platform is CUDABackend.kernels.platform is None
 
 

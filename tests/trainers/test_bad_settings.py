@@ -18,6 +18,7 @@ from transformers.training_args import ParallelMode
 from trl import RewardConfig, SFTConfig, SFTTrainer
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
+from hf_tpu_ext.backends import select_backend
 from hf_tpu_ext.trainers.checks.field_answers import Place, split_by
 from hf_tpu_ext.trainers.checks.fields import adapt
 from hf_tpu_ext.trainers.checks.settings import check_architecture, check_processes, check_recipe
@@ -273,6 +274,28 @@ def test_a_length_to_pad_to_does_nothing_on_eager_devices(tmp_path):
         TPUSFTConfig(str(tmp_path), max_length=64, **settings),
     ):
         assert not any("max_length" in line for line in adapt(args, eager).changes)
+
+
+@pytest.mark.parametrize(("backend", "on"), [("cpu", " on cpu"), (None, "")])
+def test_a_recipe_for_gpus_trains_without_one(runs, xla, same_logs, backend, on):
+    config = dict(config_cls=TPUSFTConfig, model=str(runs.model_dir), backend=backend or xla.name, max_steps=2)
+    for_gpus = dict(
+        tf32=True,
+        use_liger_kernel=True,
+        activation_offloading=True,
+        model_init_kwargs={"attn_implementation": "kernels-community/flash-attn2"},
+    )
+    try:
+        plain = runs.ours(**config)
+        ours = runs.ours(**config, **for_gpus)
+    finally:
+        select_backend(xla.name)
+    same_logs(ours, plain, rel=0)
+    told = " ".join(ours.adapted.changes)
+    for words in ("tf32 has", "use_liger_kernel has", "activation_offloading has"):
+        assert f"{words} no effect{on}: " in told
+    assert "attn_implementation=kernels-community/flash-attn2 is replaced by" in told
+    assert ours.args.tf32 is None
 
 
 def test_an_unknown_compile_step(tmp_path):

@@ -5,6 +5,7 @@ import os
 import torch
 from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from transformers.training_args import OptimizerNames
+from transformers.utils.generic import is_flash_attention_requested
 
 from ...errors import UserError
 from ...layers.attention import attention_to_load_with
@@ -169,11 +170,19 @@ def shard_over_chips(run: Run) -> None:
 
 
 def load_model(run: Run) -> None:
-    """What a model is loaded with that the trainer places and whose attention it replaces."""
+    """What a model is loaded with: on the CPU what upstream can load there, on XLA what the trainer places and whose attention it replaces."""
     if not run.loads_model:
         return
     model_init_kwargs = dict(run.args.model_init_kwargs or {})
-    attention, changes = attention_to_load_with(model_init_kwargs.get("attn_implementation"), run.place.traces_steps)
+    asked_for = model_init_kwargs.get("attn_implementation")
+    if not run.place.static_shapes:
+        if is_flash_attention_requested(requested_attention_implementation=asked_for):
+            run.adapted.changes.append(
+                f"attn_implementation={asked_for} is replaced by sdpa: its kernels are for GPUs"
+            )
+            run.args.model_init_kwargs = {**model_init_kwargs, "attn_implementation": "sdpa"}
+        return
+    attention, changes = attention_to_load_with(asked_for, run.place.traces_steps)
     run.adapted.changes += changes
     if isinstance(model_init_kwargs.get("device_map"), (str, dict)):
         run.adapted.changes.append("device_map has no effect: mesh decides placement")

@@ -38,6 +38,7 @@ class Place:
         processes (`int`): Processes that train together with torch_tpu.
         splits_weights (`bool`): Whether each of these holds parts of the weights.
         split_by (`str`, *optional*): What upstream splits training by: `"fsdp"`, `"deepspeed"` or `"deepspeed stage 3"`.
+        runs_gpu_kernels (`bool`): Whether kernels that are written for GPUs run here.
     """
 
     name: str = "xla"
@@ -47,6 +48,7 @@ class Place:
     processes: int = 1
     splits_weights: bool = False
     split_by: str | None = None
+    runs_gpu_kernels: bool = False
 
     @classmethod
     def of(cls, backend: Backend, args: TrainingArguments) -> "Place":
@@ -54,7 +56,9 @@ class Place:
         xla, chips = backend.static_shapes, backend.num_chips
         processes = backend.processes.row_shards if xla else 1
         splits = processes > 1 and resolve_mesh(vars(args).get("mesh"), processes * chips)["fsdp"] > 1
-        return cls(backend.name, xla, backend.traces_steps, chips, processes, splits, split_by(args))
+        return cls(
+            backend.name, xla, backend.traces_steps, chips, processes, splits, split_by(args), backend.runs_gpu_kernels
+        )
 
 
 @dataclass

@@ -115,7 +115,7 @@ WORK = (
     works("device", "use_cpu", follows=False),
     works("device", "bf16", follows=False, adapt=adaptations.compute_in_bfloat16),
     works("models", "trust_remote_code teacher_model_name_or_path teacher_model_revision teacher_model_init_kwargs"),
-    works("models", "model_init_kwargs", adapt=adaptations.load_model),
+    *at(lambda place: not place.runs_gpu_kernels, works("models", "model_init_kwargs", adapt=adaptations.load_model)),
     works(
         "text",
         "dataset_num_proc dataset_text_field dataset_kwargs chat_template_path chat_template_kwargs eos_token pad_token "
@@ -283,12 +283,6 @@ REFUSED_ON_XLA = (
         "train on prompts, or use a rollout_func that runs the whole conversation.",
         when=is_set,
     ),
-    refusal(
-        "tf32",
-        "is refused by upstream without a GPU, when the arguments are made. Leave it out, and set bf16=True.",
-        values="`True`",
-        when=_never,
-    ),
 )
 
 REPLACED = (
@@ -352,9 +346,15 @@ WITHOUT_EFFECT = (
         beside="torch_compile_backend torch_compile_mode",
         becomes=False,
     ),
-    without_effect("use_liger_kernel", "its kernels are for GPUs", beside="liger_kernel_config", becomes=False),
+    *at(
+        lambda place: not place.runs_gpu_kernels,
+        without_effect("use_liger_kernel", "its kernels are for GPUs", beside="liger_kernel_config", becomes=False),
+        without_effect(
+            "activation_offloading", "it is for GPUs; gradient_checkpointing saves memory here", becomes=False
+        ),
+        without_effect("tf32", "it is a format of GPUs", when=lambda value, run: value, becomes=None),
+    ),
     without_effect("torch_empty_cache_steps", "XLA plans the memory of a step when it compiles it", becomes=None),
-    without_effect("activation_offloading", "gradient_checkpointing saves memory on XLA", becomes=False),
     without_effect(
         "ddp_backend ddp_timeout ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph local_rank",
         "the program of a step adds up the gradients of all chips",
