@@ -38,7 +38,7 @@ _DECLARED = {
         "trainers/*/arguments.py",
     ),
 }
-_FIELD, _OPTION = re.compile(r"^    (\w+)\s*:", re.MULTILINE), re.compile(r"[\"']--?([A-Za-z][\w-]*)[\"']")
+_FIELD, _OPTION = re.compile(r"^    ([a-z]\w*)\s*:", re.MULTILINE), re.compile(r"[\"']--?([A-Za-z][\w-]*)[\"']")
 #: Keys that take a directory, or the name of something on the hub.
 _KEYS = ("dataset_name", "model_name_or_path", "teacher_model_name_or_path", "kd_teacher", "chat_template_path")
 # How the file of a chat template ends: without one of these, upstream takes the name for that of a model with a template.
@@ -55,11 +55,36 @@ _QUANTIZE = ("load_in_4bit", "load_in_8bit")
 _MEANT = {
     **dict.fromkeys(("lora", "peft", "use_lora"), "'use_peft'"),
     **dict.fromkeys(("qlora", "use_qlora"), "'use_peft' and 'load_in_4bit'"),
+    "lr": "'learning_rate'",
+    "epochs": "'num_train_epochs'",
     # Of earlier releases of TRL, where another command than GRPO's has them.
     **dict.fromkeys(
         ("max_prompt_length", "max_completion_length"), "'max_length', which counts prompt and completion"
     ),
+    "rpo_alpha": "'loss_type: [sigmoid, sft]', with 'loss_weights: [1.0, ALPHA]'",
+    # Of earlier releases of transformers.
+    "torch_dtype": "'dtype'",
+    "warmup_ratio": "'warmup_steps', of which a number below 1 is a share of all steps",
+    "group_by_length": "'train_sampling_strategy: group_by_length'",
+    "adafactor": "'optim: adafactor'",
+    "no_cuda": "'use_cpu'",
+    "tpu_num_cores": "'num_chips'",
+    "use_flash_attention_2": "'attn_implementation: flash_attention_2'",
+    "push_to_hub_token": "'hub_token'",
+    "push_to_hub_model_id": "'hub_model_id'",
+    **dict.fromkeys(("dispatch_batches", "split_batches"), "'accelerator_config', which has it"),
+    **dict.fromkeys(("fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap"), "'fsdp_config', which has it"),
+    **dict.fromkeys(
+        ("use_reentrant", "gradient_checkpointing_use_reentrant"), "'gradient_checkpointing_kwargs', which has it"
+    ),
 }
+# Keys of earlier releases of transformers and TRL that have nothing in their place, and most of which said what is the default by now.
+_GONE = set(
+    "overwrite_output_dir save_safetensors logging_dir use_mps_device use_ipex jit_mode_eval include_tokens_per_second past_index ray_scope "
+    "mp_parameters half_precision_backend fp16_backend fp16_opt_level torchdynamo tpu_metrics_debug use_legacy_prediction_loop "
+    "dataset_batch_size num_of_sequences chars_per_token label_pad_token_id padding_value is_encoder_decoder generate_during_eval "
+    "reference_free force_use_ref_model model_adapter_name ref_adapter_name use_logits_to_keep".split()
+)
 
 
 def check_keys(recipe: Recipe) -> None:
@@ -98,6 +123,8 @@ def refuse_unknown(
         meant = _MEANT.get(key) or (repr(close[0]) if close else None)
         where = f"in {recipe.path}" if values is recipe.file else "on the command line"
         hint = f"Did you mean {meant}?" if meant else f"`{f'{prog} --help'.strip()}` lists the keys."
+        if key in _GONE:
+            hint = "It was a key of earlier releases of transformers or TRL: leave it out."
         lines.append(f"unknown key {key!r} {where}. {hint}")
     if lines:
         raise UserError("\n".join(lines))

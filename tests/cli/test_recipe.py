@@ -87,6 +87,13 @@ def test_values(parse, text, argv, key, value):
         ("zzzz: 8", [], "unknown key 'zzzz' in {path}. `hf-tpu sft --help` lists the keys."),
         ("", ["--max_prompt_length=8"], "Did you mean 'max_length', which counts prompt and completion?"),
         ("", ["--max-lenght=8"], "unknown key 'max_lenght' on the command line. Did you mean 'max_length'?"),
+        ("warmup_ratio: 0.1", [], "Did you mean 'warmup_steps', of which a number below 1 is a share of all steps?"),
+        (
+            "overwrite_output_dir: true",
+            [],
+            "unknown key 'overwrite_output_dir' in {path}. It was a key of earlier releases of transformers or TRL: leave it out.",
+        ),
+        ("", ["--torch_dtype", "bfloat16"], "on the command line. Did you mean 'dtype'?"),
         ("", ["--confg", "x"], "unknown key 'confg' on the command line. Did you mean 'config'?"),
         ("", ["--learning_rat", "1"], "unknown key 'learning_rat' on the command line. Did you mean 'learning_rate'?"),
         ("", ["--max_len=8"], "unknown key 'max_len' on the command line. Did you mean 'max_length'?"),

@@ -62,6 +62,16 @@ def test_is_refused_before_heavy_imports(tmp_path, text, words):
     assert words.format(recipe=recipe) in result.stderr
 
 
+def test_keys_that_are_called_otherwise_and_keys_that_are_gone():
+    known = set(_names())
+    for key, meant in recipe_checks._MEANT.items():
+        assert re.match(r"'(\w+)", meant)[1] in known, key
+    fields = {
+        field.name for config in (*CONFIGS, ModelConfig, ScriptArguments) for field in dataclasses.fields(config)
+    }
+    assert {"learning_rate", "dtype"} <= fields and not recipe_checks._GONE & (fields | recipe_checks._MEANT.keys())
+
+
 def test_a_recipe_that_is_not_to_train():
     check_training(Recipe(file={"do_train": "true", "do_eval": "true"}))
     with pytest.raises(
