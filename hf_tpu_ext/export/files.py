@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from ..atomic_write import move_into_place, remove_temporary
 from ..errors import SaveError, UserError
-from ..trainers.checkpoint.directories import EXPORT_FILE
+from ..trainers.checkpoint.earlier_run import EXPORT_FILE
 from ..trainers.checkpoint.run_lock import lock
 
 

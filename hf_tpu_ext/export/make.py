@@ -22,7 +22,7 @@ from ..backends import select_backend
 from ..errors import UserError
 from ..formatting import dtype_name
 from ..quantization.fake_quantized import TrainedFor
-from ..trainers.checkpoint.directories import EXPORT_FILE
+from ..trainers.checkpoint.earlier_run import EXPORT_FILE
 from .files import check_output, only_export_to, whole_directory
 from .models import BaseCheck, Source, open_source
 from .models import merge as merge_adapter

@@ -14,7 +14,8 @@ from ..data.static_shapes import StaticShapeCollator
 from ..layers.adapters import adapters_scaled_inside
 from ..layers.frozen_weights import FrozenWeights, bfloat16_holds
 from ..sharding import ShardingPlan
-from .checkpoint.directories import leaving_no_empty_dir, newest_checkpoint, set_aside
+from .checkpoint.directories import leaving_no_empty_dir, newest_checkpoint
+from .checkpoint.earlier_run import set_aside
 from .checkpoint.run_lock import only_run_in
 from .checkpoint.saving import SavingMixin
 from .checks.datasets import check_has_rows, check_rows_left, named_datasets

@@ -18,9 +18,9 @@ from hf_tpu_ext.trainers.checkpoint.directories import (
     delete_all_but,
     delete_old,
     remove_leftovers,
-    set_aside,
     temporary_dir,
 )
+from hf_tpu_ext.trainers.checkpoint.earlier_run import set_aside
 from hf_tpu_ext.trainers.checkpoint.lookup import find_checkpoint
 from hf_tpu_ext.trainers.checkpoint.verification import MANIFEST_NAME, find_damage
 

@@ -1,0 +1,83 @@
+"""What an earlier run has left in the directory of a run: it is moved out of the way, and nothing of it is lost."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from transformers.utils import logging
+
+from ...report.record import RECORD_NAME, RUN_FILES, is_record
+from .directories import move_aside, named_as_checkpoints
+
+
+logger = logging.get_logger(__name__)
+
+#: What an export says about itself, and what tells a directory as one.
+EXPORT_FILE = "export.json"
+
+
+def set_aside(
+    run_dir: str | Path,
+    resumed_from: str | None,
+    writes_record: bool = True,
+    took_newest: bool = False,
+    models_of_run: Iterable[str] = (),
+) -> None:
+    """
+    Move what a run does not go on from out of its way, with a line that says so: all checkpoints that are in its
+    directory if it begins anew, those after the one that it resumes, and what has the name of a checkpoint that it may
+    write.
+
+    What is left in the directory is of this run, so its newest checkpoint is the one with the highest number, for
+    upstream's code too, and none of another run is ever replaced or deleted. With the checkpoints of a run go its
+    record and what was exported of it, which would be taken for the new model, but for what is among the `models_of_run` by its path. The
+    record of a run that left neither is replaced by a run that begins anew. Files by the names of a
+    record that no run has written are moved, if this run `writes_record`. If it `took_newest`, which is the newest checkpoint that is
+    whole, later ones are damaged, and no run can go on with them.
+    """
+    run_dir = Path(run_dir)
+    # Whatever has such a name would be replaced: a file or a broken link, too.
+    directories = named_as_checkpoints(run_dir)
+    last = -1
+    if resumed_from is not None:
+        # Links are followed: a checkpoint may be on another disk.
+        last = next((step for step, path in directories.items() if path.exists() and path.samefile(resumed_from)), -1)
+    others = [path for step, path in directories.items() if step > last]
+    names = [path.name for path in others]
+    record = [run_dir / name for name in RUN_FILES if (run_dir / name).exists()]
+    stay = {Path(name).resolve() for name in models_of_run}
+    exports = [path for path in _exports(run_dir) if last < 0 and path.resolve() not in stay]
+    is_foreign = last < 0 and (bool(others or exports) or resumed_from is not None)
+    moved_record = record if is_foreign or (writes_record and not is_record(run_dir / RECORD_NAME)) else []
+    if not others and not exports and not moved_record:
+        return
+    aside = move_aside(run_dir, [*others, *exports, *moved_record])
+    text = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]}"
+    begins = "begins anew" if resumed_from is None else f"goes on from {resumed_from}"
+    held = [f"checkpoints of another run ({text})"] if others else []
+    if exports:
+        held.append(f"exports of another run ({', '.join(path.name for path in exports)})")
+    if not held:
+        what = f"{run_dir} holds {', '.join(path.name for path in moved_record)}, not of this run, which {begins}"
+    elif last < 0:
+        what = f"{run_dir} holds {' and '.join(held)}, and this one {begins}"
+    else:
+        what = f"This run goes on from {resumed_from}, before {text}"
+    go_on = ""
+    if others and not took_newest:
+        go_on = f" To go on with one of them, stop this run and set resume_from_checkpoint={str(aside / names[-1])!r}."
+    logger.warning(f"{what}. They are moved to {aside}, where nothing deletes them.{go_on}")
+
+
+def _exports(run_dir: Path) -> list[Path]:
+    """The directories in that of a run that `hf-tpu export` has made of it, or of one of its checkpoints."""
+    exports = []
+    for file in sorted(run_dir.glob(f"*/{EXPORT_FILE}")):
+        try:
+            source = Path(json.loads(file.read_text(encoding="utf-8"))["run_dir"]).resolve()
+        except (OSError, ValueError, TypeError, KeyError):
+            # Somebody's own file.
+            continue
+        if run_dir.resolve() in (source, source.parent):
+            exports.append(file.parent)
+    return exports
