@@ -97,7 +97,7 @@ class TPUTrainerMixin(
     #: Whether upstream leaves NaN out of the means that it logs.
     drops_nan_metrics = False
     # Moves what the run does not go on from out of its way, until that is done.
-    _set_aside: Callable[[], None] | None = None
+    _set_aside: Callable[..., None] | None = None
 
     def __init__(self, *args, **kwargs):
         arguments = signature_of(type(self)).bind(*args, **kwargs)
@@ -222,7 +222,7 @@ class TPUTrainerMixin(
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         # Only now, and once in a run: one that cannot be prepared leaves an earlier one in its place.
         if self._set_aside is not None:
-            self._set_aside()
+            self._set_aside(max_steps=max_steps)
             self._set_aside = None
         return prepared
 

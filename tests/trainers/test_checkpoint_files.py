@@ -118,8 +118,9 @@ RECORD = '{"event": "begin", "at": 0}\n'
 @pytest.mark.parametrize(
     ("record", "resumes", "writes_record", "moved"),
     [
-        (RECORD, False, True, False),
-        ("", False, True, False),
+        (RECORD, False, True, True),
+        (RECORD, False, False, True),
+        ("", False, True, True),
         # Its logs would be taken for those of the run that is resumed.
         (RECORD, True, True, True),
         ('{"mine": 1}\n', False, True, True),
@@ -173,6 +174,56 @@ def test_exports_go_with_the_run_that_they_are_of(tmp_path, monkeypatch, caplog,
         f"run holds {checkpoints}exports of another run (merged, of_a_checkpoint, quantized-ema), and this one begins anew. They are "
         "moved to run/_earlier-1, where nothing deletes them."
     ) in caplog.text
+
+
+WEIGHTS = {
+    "model": ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json"],
+    "adapter": ["adapter_config.json", "adapter_model.safetensors", "ema.safetensors", "tokenizer_config.json"],
+}
+
+
+@pytest.mark.parametrize("names", WEIGHTS.values(), ids=WEIGHTS)
+def test_the_model_that_a_run_has_saved_goes_with_it(tmp_path, names, caplog):
+    """It would be taken for the new one until that is saved, and then be replaced."""
+    logging.getLogger("hf_tpu_ext").propagate = True
+    mine = ["README.md", "notes.txt", "data.json"]
+    for name in [*names, *mine]:
+        (tmp_path / name).write_text(name)
+    checkpoint = write_checkpoint(tmp_path, 2)
+    # A run that has nothing left to do, or trains this model, leaves it.
+    set_aside(tmp_path, str(checkpoint), max_steps=2)
+    shutil.rmtree(checkpoint)
+    set_aside(tmp_path, None, models_of_run=[str(tmp_path)])
+    assert not caplog.text
+    set_aside(tmp_path, None)
+    assert {path.name: path.read_text() for path in (tmp_path / "_earlier-1").iterdir()} == {
+        name: name for name in names
+    }
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["_earlier-1", *mine])
+    assert f"{tmp_path} holds the model of another run, and this one begins anew. They are moved to" in caplog.text
+
+
+def test_a_model_goes_with_the_checkpoints_that_a_run_goes_back_before(tmp_path):
+    older, _ = (write_checkpoint(tmp_path, step) for step in (2, 4))
+    (tmp_path / "model.safetensors").touch()
+    set_aside(tmp_path, str(older))
+    assert sorted(path.name for path in (tmp_path / "_earlier-1").iterdir()) == ["checkpoint-4", "model.safetensors"]
+
+
+def test_a_model_of_a_run_that_is_to_train_longer(tmp_path, caplog):
+    logging.getLogger("hf_tpu_ext").propagate = True
+    (tmp_path / "model.safetensors").touch()
+    set_aside(tmp_path, str(write_checkpoint(tmp_path, 2)), max_steps=4)
+    assert [path.name for path in (tmp_path / "_earlier-1").iterdir()] == ["model.safetensors"]
+    assert (
+        f"goes on from {tmp_path / 'checkpoint-2'}, and {tmp_path} holds files of the model that was saved there. They are moved"
+    ) in caplog.text
+
+
+def test_files_of_a_model_without_weights_are_somebody_elses(tmp_path):
+    (tmp_path / "tokenizer.json").touch()
+    set_aside(tmp_path, None)
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
 
 
 def test_an_export_that_a_run_trains_stays(runs):

@@ -7,6 +7,7 @@ import json
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -308,12 +309,16 @@ def test_a_record_that_cannot_be_written_is_done_without(runs, caplog):
         assert torch.equal(mine.cpu(), other.cpu())
 
 
+class InTheWay(TrainerCallback):
+    """Puts a directory where the report is to be, which is moved if it is there when the run begins."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        Path(args.output_dir, "report.html").mkdir()
+
+
 def test_a_report_that_cannot_be_written_costs_a_line(runs, caplog):
-    (runs.output_dir / "report.html").mkdir(parents=True)
-    # Without a record beside it, it would be moved out of the way.
-    (runs.output_dir / RECORD_NAME).touch()
     with caplog.at_level("WARNING"):
-        trainer = runs.ours(**CONFIG)
+        trainer = runs.ours(**CONFIG, kwargs={"callbacks": [InTheWay()]})
     (line,) = [text for text in caplog.messages if "no report" in text]
     assert "cannot be written" in line and f"hf-tpu report {runs.output_dir}" in line
     assert trainer.state.global_step == 6 and len(read_run(runs.output_dir).logs) == 3

@@ -9,13 +9,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import logging
 
 from ...atomic_write import remove_temporary, sync_directory
 from ...errors import UserError
 
-
-logger = logging.get_logger(__name__)
 
 # Upstream takes directories `checkpoint-*` for checkpoints, and leaves `_*` out when it pushes the directory of a run.
 _TEMPORARY = "_tmp-"

@@ -8,6 +8,7 @@ from transformers.utils import logging
 
 from ...report.record import RECORD_NAME, RUN_FILES, is_record
 from .directories import move_aside, named_as_checkpoints
+from .saved_model import files_of_model
 
 
 logger = logging.get_logger(__name__)
@@ -22,18 +23,18 @@ def set_aside(
     writes_record: bool = True,
     took_newest: bool = False,
     models_of_run: Iterable[str] = (),
+    max_steps: int = 0,
 ) -> None:
     """
-    Move what a run does not go on from out of its way, with a line that says so: all checkpoints that are in its
-    directory if it begins anew, those after the one that it resumes, and what has the name of a checkpoint that it may
-    write.
+    Move what a run does not go on from out of its way, with a line that says so: if it begins anew, all that an earlier
+    run has left, which is checkpoints, the model that it saved at its end, exports, and its record; if it is resumed, what
+    came after its checkpoint, and the model, where there are steps to go on with, up to `max_steps`.
 
     What is left in the directory is of this run, so its newest checkpoint is the one with the highest number, for
-    upstream's code too, and none of another run is ever replaced or deleted. With the checkpoints of a run go its
-    record and what was exported of it, which would be taken for the new model, but for what is among the `models_of_run` by its path. The
-    record of a run that left neither is replaced by a run that begins anew. Files by the names of a
-    record that no run has written are moved, if this run `writes_record`. If it `took_newest`, which is the newest checkpoint that is
-    whole, later ones are damaged, and no run can go on with them.
+    upstream's code too, a model there is what it has trained, and nothing of another run is ever replaced or deleted. What
+    is among the `models_of_run` by its path stays. Whatever has the name of a checkpoint that this run may write is
+    moved, and files by the names of a record that no run has written, if it `writes_record`. If it `took_newest`, which is
+    the newest checkpoint that is whole, later ones are damaged, and no run can go on with them.
     """
     run_dir = Path(run_dir)
     # Whatever has such a name would be replaced: a file or a broken link, too.
@@ -47,22 +48,29 @@ def set_aside(
     record = [run_dir / name for name in RUN_FILES if (run_dir / name).exists()]
     stay = {Path(name).resolve() for name in models_of_run}
     exports = [path for path in _exports(run_dir) if last < 0 and path.resolve() not in stay]
-    is_foreign = last < 0 and (bool(others or exports) or resumed_from is not None)
-    moved_record = record if is_foreign or (writes_record and not is_record(run_dir / RECORD_NAME)) else []
-    if not others and not exports and not moved_record:
+    model = files_of_model(run_dir) if (last < max_steps or others) and run_dir.resolve() not in stay else []
+    is_of_run = is_record(run_dir / RECORD_NAME)
+    moved_record = record if (last < 0 if is_of_run else writes_record) else []
+    if not (others or exports or model or moved_record):
         return
-    aside = move_aside(run_dir, [*others, *exports, *moved_record])
+    aside = move_aside(run_dir, [*others, *exports, *model, *moved_record])
     text = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]}"
     begins = "begins anew" if resumed_from is None else f"goes on from {resumed_from}"
     held = [f"checkpoints of another run ({text})"] if others else []
     if exports:
         held.append(f"exports of another run ({', '.join(path.name for path in exports)})")
+    if model:
+        held.append("the model of another run")
+    if is_of_run and not held:
+        held.append("the record of another run")
     if not held:
         what = f"{run_dir} holds {', '.join(path.name for path in moved_record)}, not of this run, which {begins}"
     elif last < 0:
         what = f"{run_dir} holds {' and '.join(held)}, and this one {begins}"
-    else:
+    elif others:
         what = f"This run goes on from {resumed_from}, before {text}"
+    else:
+        what = f"This run goes on from {resumed_from}, and {run_dir} holds files of the model that was saved there"
     go_on = ""
     if others and not took_newest:
         go_on = f" To go on with one of them, stop this run and set resume_from_checkpoint={str(aside / names[-1])!r}."

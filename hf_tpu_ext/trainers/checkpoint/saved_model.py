@@ -33,6 +33,11 @@ _TEMPORARY = "_tmp-model"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 # What a run with an adapter leaves.
 _OF_ADAPTER = (ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME, BASE_FILE)
+# What is saved beside them, to load them with.
+_BESIDE = re.compile(
+    r"(config|generation_config|tokenizer\w*|special_tokens_map|added_tokens|vocab|merges|spiece|chat_template|\w*processor_config"
+    r"|training_args)\.(json|jinja|txt|model|bin)"
+)
 # What safetensors, tokenizers and PyTorch make of an `OSError` in their own code.
 _DISK_ERRORS = ("os error", "I/O error", "PytorchStreamWriter", "inline_container")
 
@@ -90,6 +95,15 @@ def _move(source: Path, directory: Path) -> None:
         # It is of an earlier model.
         average.unlink()
     sync_directory(directory)
+
+
+def files_of_model(directory: Path) -> list[Path]:
+    """The files of the model or the adapter that is saved in a directory, with those that it is loaded with; none where there are no weights."""
+    names = [path.name for path in directory.iterdir() if path.is_file()] if directory.is_dir() else []
+    own = {*_OF_ADAPTER, EMA_FILE, QUANTIZATION_FILE}
+    weights = [name for name in names if name in own or _WEIGHTS.fullmatch(name)]
+    beside = [name for name in names if _BESIDE.fullmatch(name)] if weights else []
+    return [directory / name for name in sorted({*weights, *beside})]
 
 
 def _is_average(path: Path) -> bool:
