@@ -61,7 +61,7 @@ def run(argv: list[str]) -> int:
     # On the command line `output_dir` is where the cache goes; in a recipe it is where the training run goes.
     if "output_dir" in recipe.command_line:
         recipe.command_line["kd_cache"] = recipe.command_line.pop("output_dir")
-    status = start_processes("cache-teacher", recipe, parser)
+    status = start_processes("cache-teacher", recipe, parser, resumes=False)
     if status is not None:
         return status
 

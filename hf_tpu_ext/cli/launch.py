@@ -27,15 +27,17 @@ _SECONDS_TO_SAVE = 600
 _PR_SET_PDEATHSIG = 1
 
 
-def start_processes(command: str, recipe: Recipe, make_parser: Callable[[], RecipeParser]) -> int | None:
+def start_processes(
+    command: str, recipe: Recipe, make_parser: Callable[[], RecipeParser], resumes: bool = True
+) -> int | None:
     """
     Run a recipe, whose environment variables are set, in the processes that its device and its launcher's options ask for.
 
     - On GPUs and the CPU these are the processes that `trl` would start, by `accelerate launch` with the recipe's options.
     - With torch_tpu there is one for each chip. With torch_xla there is this one, which drives all chips.
 
-    They run the sub-command `command`, whose parser `make_parser` makes. Returns their exit status, or `None` where this process is to
-    run the recipe.
+    They run the sub-command `command`, whose parser `make_parser` makes, and which `resumes` a run from its checkpoints. Returns their
+    exit status, or `None` where this process is to run the recipe.
     """
     with without_garbage_collection():
         # Imported here: PyTorch comes with it, and reads the environment.
@@ -45,19 +47,20 @@ def start_processes(command: str, recipe: Recipe, make_parser: Callable[[], Reci
         backend = find_backend(name)
     recipe.launcher_applies = not backend.unknown_upstream
     # Without -P, `-m` would put the working directory on the module path.
-    own_command = [sys.executable, "-P", "-m", "hf_tpu_ext.cli.main", command, *recipe.argv]
+    own_command = [sys.executable, "-P", "-m", "hf_tpu_ext.cli.main", *command.split(), *recipe.argv]
     if not recipe.asks_for_help and {*_OF_LAUNCHERS}.isdisjoint(os.environ):
         if recipe.launcher_applies:
             select_backend(name)
             status = _launch_as_upstream(own_command, recipe, make_parser(), backend)
             if status is not None:
-                return _tell_how_to_go_on(status, recipe)
+                return _tell_how_to_go_on(status, recipe) if resumes else status
         elif (count := prepare_processes(backend, recipe.number("num_chips"))) > 1:
             from torch.distributed import run as torchrun
 
             print(f"One process for each of {count} chips.", file=sys.stderr, flush=True)
             words = ["--standalone", f"--nproc_per_node={count}", "--no_python", *own_command]
-            return _tell_how_to_go_on(_status_of(lambda: torchrun.run(torchrun.parse_args(words))), recipe)
+            status = _status_of(lambda: torchrun.run(torchrun.parse_args(words)))
+            return _tell_how_to_go_on(status, recipe) if resumes else status
     select_backend(name)
     return None
 

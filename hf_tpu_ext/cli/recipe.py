@@ -272,6 +272,11 @@ def _read_yaml(path: str) -> tuple[dict[str, Any], dict[str, list[int]]]:
     if not isinstance(values, dict):
         raise UserError(f"--config {path}: expected `key: value` lines, found a {type(values).__name__}.")
     for key, value in values.items():
+        if not isinstance(key, str):
+            raise UserError(
+                f"--config {path}: the key {key!r} is no text. YAML takes on, yes and numbers for other things: put it in quotation marks."
+            )
         if isinstance(value, bool):
-            values[key] = loader.texts[key]
+            # Keys that `<<` takes over have none.
+            values[key] = loader.texts.get(key, str(value).lower())
     return values, loader.repeated_keys

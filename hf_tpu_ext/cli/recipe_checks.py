@@ -219,9 +219,13 @@ def check_paths(recipe: Recipe, reads_data: bool = True) -> None:
     """
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     values = [(key, recipe.get(key)) for key in (_KEYS if reads_data else _KEYS[1:])]
-    entries = (recipe.get("datasets") or []) if reads_data else []
-    # Where an entry names its files, its path is the name of a format.
-    values += [("datasets", entry.get("path")) for entry in entries if not {"data_files", "data_dir"} & entry.keys()]
+    datasets = recipe.get("datasets") if reads_data else None
+    for entry in datasets if isinstance(datasets, list) else [datasets]:
+        if isinstance(entry, str):
+            values.append(("datasets", entry))
+        # Where an entry names its files, its path is the name of a format.
+        elif isinstance(entry, dict) and not {"data_files", "data_dir"} & entry.keys():
+            values.append(("datasets", entry.get("path")))
     for key, value in values:
         if key in _OF_DATA and isinstance(value, str) and os.path.isfile(value):
             _refuse_file(recipe, key, value)

@@ -244,4 +244,5 @@ def _sees(model_args, trust_remote_code: bool) -> bool:
         revision=model_args.model_revision,
         trust_remote_code=trust_remote_code,
     )
-    return config.architectures[0] in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+    # A reward model may be trained from a configuration that names none.
+    return (config.architectures or [None])[0] in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()

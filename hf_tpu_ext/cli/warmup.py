@@ -34,7 +34,7 @@ def run(argv: list[str]) -> int:
     recipe = load_recipe(rest, SCRIPTS[command].tiny_data)
     check_training(recipe)
     make_parser = partial(SCRIPTS[command].parser, title, DESCRIPTION)
-    status = start_processes(title, recipe, make_parser)
+    status = start_processes(title, recipe, make_parser, resumes=False)
     if status is not None:
         return status
 

@@ -68,7 +68,12 @@ def _write(source: Path, path: Path, name: str, trained_for: TrainedFor) -> GGUF
     from gguf.scripts.gguf_new_metadata import MetadataDetails, copy_with_new_metadata
 
     rounding, kind = trained_for.rounding(), GGMLQuantizationType[name]
-    reader = GGUFReader(source)
+    try:
+        reader = GGUFReader(source)
+    except ValueError as error:
+        raise UserError(
+            f"--gguf {source} is no GGUF file ({error}). Make it with llama.cpp: convert_hf_to_gguf.py --outtype f32"
+        ) from error
     rounded_tensors = [tensor for tensor in reader.tensors if _is_rounded(tensor, trained_for)]
     wrong = [tensor for tensor in rounded_tensors if tensor.tensor_type != GGMLQuantizationType.F32]
     if wrong or not rounded_tensors:

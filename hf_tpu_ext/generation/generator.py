@@ -152,7 +152,10 @@ class Generator:
                     self._state = []
         finally:
             self._model.train(was_training)
-        first, others = results[:2], results[2:] or [torch.zeros(0, len(ids))] * 2
+        first, others = results[:2], results[2:]
+        if not others:
+            # There is one token each.
+            others = [each.new_zeros(0, len(ids)) for each in first]
         tokens, log_probs = (
             torch.cat([each[:, None], rest.T], 1)[: len(prompts)].tolist()
             for each, rest in zip(first, others, strict=True)

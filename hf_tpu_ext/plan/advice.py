@@ -125,7 +125,7 @@ def _find_needs(plan: Plan) -> list[_Need]:
     needs = []
     for program in plan.programs:
         parts = plan.parts(program)
-        excess = sum(parts.values()) - limit if program.error is None else program.excess_bytes or 0
+        excess = sum(parts.values()) - limit if program.error is None else plan.excess_bytes(program) or 0
         if excess > 0 or program.out_of_memory:
             activations = parts.get("activations and code", max(0, limit + excess - kept) if excess else 0)
             needs.append(_Need(program.kind, excess, activations))

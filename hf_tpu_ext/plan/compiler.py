@@ -69,9 +69,7 @@ def _compile(program: TracedProgram, topology: Topology, stop: Event | None) -> 
         if process.returncode:
             raise UserError(_why_stopped(process.returncode, output, topology))
         result = json.loads((directory / "result.json").read_text(encoding="utf-8"))
-        make = partial(
-            CompiledProgram, program.kind, program.batch_shape, result["seconds"], cpu_seconds=result["cpu_seconds"]
-        )
+        make = partial(CompiledProgram, program.kind, program.batch_shape, result["seconds"])
         if "error" in result:
             return make(result["error"], arguments=program.resident)
         text = (directory / "optimized.txt").read_text(encoding="utf-8")

@@ -2,12 +2,14 @@
 
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
 from ..formatting import count, format_bytes, format_seconds, format_size
+from ..report.planned import format_span
 from .result import Plan, Trial
 
 
@@ -36,11 +38,6 @@ def format_count(number: float) -> str:
 
 def _tidy(page: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", page).strip()
-
-
-def _span(words: Iterable[str]) -> str:
-    """The ends of a range, or the one that they are."""
-    return " to ".join(dict.fromkeys(words))
 
 
 def _wrap(text: str, first: str = "", rest: str = "") -> str:
@@ -90,7 +87,7 @@ _ENVIRONMENT.filters |= {
     "number": format_count,
     "seconds": format_seconds,
     "shape": format_size,
-    "span": _span,
+    "span": partial(format_span, words=str),
     "table": _table,
     "things": count,
     "wrapped": _wrap,

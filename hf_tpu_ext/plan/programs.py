@@ -82,8 +82,7 @@ class TracedProgram:
 @dataclass(frozen=True)
 class CompiledProgram:
     """
-    A program of a run, as the compiler for TPU made it: as in [`TracedProgram`], and the seconds that compiling took,
-    with the processor time of all cores.
+    A program of a run, as the compiler for TPU made it: as in [`TracedProgram`], and the seconds that compiling took.
 
     Where the compiler refuses the program, `error` is what it says, and of what is below only `arguments` of [`RESIDENT`] are
     known, as they were traced. `memory` is bytes of a chip: `argument`, `output`, `alias` (outputs that take the place of arguments), `temp` (the most that is there at
@@ -97,7 +96,6 @@ class CompiledProgram:
     error: str | None = None
     memory: dict[str, int] = field(default_factory=dict)
     arguments: dict[str, int] = field(default_factory=dict)
-    cpu_seconds: float | None = None
     text: str = ""
     cost: Cost | None = None
     model_flops: float | None = None

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from tqdm.auto import tqdm
 
+from ..errors import UserError
 from ..formatting import count, format_bytes, format_seconds
 from ..hardware.topologies import Topology
 from .programs import find_state
@@ -126,7 +127,11 @@ def _try_all(
                 compiling[plan_future] = variant, settings
             for future in wait(compiling, return_when=FIRST_COMPLETED).done:
                 variant, settings = compiling.pop(future)
-                trial = _as_trial(future.result(), settings)
+                try:
+                    trial = _as_trial(future.result(), settings)
+                except UserError as error:
+                    # Its compiler had no memory on this host. The others go on.
+                    trial = Trial(settings, None, error=str(error).partition("\n")[0])
                 trials.append(trial)
                 try:
                     variant.rows = variant.batches.send(trial)

@@ -200,6 +200,29 @@ def test_configs_of_accelerate_that_trl_ships(start, stock, name, in_file):
     assert Path(ours.config_file).name == f"{name}.yaml"
 
 
+def test_a_command_of_two_words(launched, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("use_cpu: true\nnum_processes: 2\n")
+    start_processes("warmup dpo", read_recipe(["--config", str(path)]), SCRIPTS["dpo"].parser, resumes=False)
+    (args,) = launched
+    assert args.training_script_args[2:5] == ["hf_tpu_ext.cli.main", "warmup", "dpo"]
+
+
+def test_a_command_that_is_not_resumed_names_no_checkpoint(monkeypatch, tmp_path, capfd):
+    def killed(args):
+        raise subprocess.CalledProcessError(-9, "a launcher")
+
+    monkeypatch.setattr(accelerate_launch, "launch_command", killed)
+    (tmp_path / "out" / "checkpoint-2").mkdir(parents=True)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"use_cpu: true\nmulti_gpu: true\nnum_processes: 2\noutput_dir: {tmp_path / 'out'}\n")
+    assert (
+        start_processes("cache-teacher", read_recipe(["--config", str(path)]), SCRIPTS["sft"].parser, resumes=False)
+        == -9
+    )
+    assert "checkpoint" not in capfd.readouterr().err
+
+
 def test_processes_run_the_same_command(start, tmp_path):
     _, args = start("num_processes: 2", "--max_steps", "3", "--kd_teacher", "base")
     assert args.no_python

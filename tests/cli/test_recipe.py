@@ -125,6 +125,12 @@ def test_values(parse, text, argv, key, value):
             "'group_size' under qat and qat_group_size are the same key.",
         ),
         ("datasets: [{{path: a, nam: b}}]", [], "unexpected keyword argument 'nam'"),
+        (
+            "on: true",
+            [],
+            "{path}: the key True is no text. YAML takes on, yes and numbers for other things: put it in quotation",
+        ),
+        ("1: 2", [], "{path}: the key 1 is no text."),
         ("lr_scheduler_type: cosin", [], "lr_scheduler_type is 'cosin', expected one of linear, cosine"),
         ("", ["--max_steps", "many"], "command line: max_steps is 'many', expected int (default: -1)."),
         ("", ["--max_steps"], "command line: max_steps has no value, expected int (default: -1)."),

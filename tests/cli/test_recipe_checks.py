@@ -193,6 +193,14 @@ def test_a_path_that_is_not_there(here, value, near):
         assert os.path.exists(near)
 
 
+@pytest.mark.parametrize("datasets", ["./tiny/modle", ["./tiny/modle"]])
+def test_a_path_of_datasets_by_itself(here, datasets):
+    with pytest.raises(NoSuchPath, match="a path of datasets is './tiny/modle', and there is no such"):
+        check_paths(Recipe(path="recipe.yaml", file={"datasets": datasets}))
+    # Without a value on the command line, which the parser refuses.
+    check_paths(Recipe(command_line={"datasets": True}))
+
+
 def test_a_path_of_datasets(here, capsys):
     """As `dataset_name`: datasets would go on with rows of that name that it has kept."""
 

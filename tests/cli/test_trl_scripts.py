@@ -2,13 +2,14 @@
 
 import importlib
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import trl
 import yaml
 
 from hf_tpu_ext.cli.recipe import read_recipe
-from hf_tpu_ext.cli.trl_scripts import SCRIPTS
+from hf_tpu_ext.cli.trl_scripts import SCRIPTS, _sees
 
 
 def test_rows_that_are_held_out_are_the_same_at_each_start(tmp_path, monkeypatch):
@@ -29,3 +30,9 @@ def test_rows_that_are_held_out_are_the_same_at_each_start(tmp_path, monkeypatch
         words = ["--config", str(recipe), "--seed", str(seed), "--output_dir", str(tmp_path / "run")]
         script.train(read_recipe(words), script.parser())
     assert held_out[0] == held_out[1] != held_out[2] and len(held_out[0]) == 10
+
+
+def test_a_model_without_architectures_is_one_of_text(tmp_path):
+    """A reward model may be trained from it, and the end of its run says how it is loaded."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    assert not _sees(SimpleNamespace(model_name_or_path=str(tmp_path), model_revision=None), False)

@@ -114,6 +114,13 @@ def test_a_package_for_gguf(tmp_path, monkeypatch):
     assert message.endswith("pip install gguf")
 
 
+def test_a_file_that_is_no_gguf(tmp_path):
+    pytest.importorskip("gguf")
+    (tmp_path / "a.gguf").write_bytes(bytes(64))
+    message = refusal(lambda: gguf.write_gguf(tmp_path / "a.gguf", TrainedFor("int4", 32)), {})
+    assert f"--gguf {tmp_path / 'a.gguf'} is no GGUF file" in message and "--outtype f32" in message
+
+
 def test_a_directory_that_is_no_run(full_run, tmp_path):
     def check(run):
         return open_source(run, False, None, False)

@@ -111,7 +111,7 @@ def test_greedy_tokens_are_those_of_generate(qwen, settings):
     found = Generator(qwen.model, qwen.backend, GenerationConfig(**settings), [8, 16]).generate(PROMPTS).token_ids
     for row, text in zip(expected, found, strict=True):
         length = next((index for index, token in enumerate(row, 1) if token in ends), len(row))
-        assert text == row[:length]
+        assert text == row[:length] and all(type(token) is int for token in text)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from hf_tpu_ext.errors import UserError
 from hf_tpu_ext.hardware.topologies import find_topology
 from hf_tpu_ext.plan.hlo_cost import Cost
 from hf_tpu_ext.plan.programs import CompiledProgram
@@ -223,6 +224,22 @@ def test_gives_up_where_it_cannot_be_told():
     assert len(tried) == len(ROW)
     assert found.trials == []
     assert found.advice == []
+
+
+def test_a_compiler_without_memory_ends_no_search():
+    """Of this host: the variants that it has compiled are worth hours."""
+    first = {"rematerialization": "full", "per_device_train_batch_size": "4"}
+
+    def trace(settings):
+        def compile(jobs):
+            if settings["rematerialization"] == "none":
+                raise UserError("The compiler was killed.\nTake a machine with more memory.")
+            return make("v5e-1", settings)
+
+        return compile
+
+    found = search(make("v5e-1", first), first, NAMES, trace)
+    assert {trial.settings["rematerialization"] for trial in found.trials} == {"dots", "full"}
 
 
 def test_on_several_hosts_weights_are_also_split_over_some_of_them():

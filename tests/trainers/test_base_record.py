@@ -82,8 +82,10 @@ def test_the_base_may_be_trained_on_in_another_dtype(runs, base, dtype, tmp_path
         ({"target_modules": ["q_proj"], "bias": "all"}, 0),
         # Takes the adapter's part off the weight that it is on.
         ({"target_modules": ["q_proj"], "init_lora_weights": "pissa"}, 2),
+        ({"target_modules": ["q_proj"], "init_lora_weights": "gaussian"}, 0),
+        ({"target_modules": ["q_proj"], "init_lora_weights": "orthogonal"}, 0),
     ],
-    ids=["modules_to_save", "bias", "pissa"],
+    ids=["modules_to_save", "bias", "pissa", "gaussian", "orthogonal"],
 )
 def test_what_training_changes_is_left_out(base, runs, settings, left_out, tmp_path):
     model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **settings))

@@ -387,7 +387,7 @@ def test_nothing_to_resume_is_an_error_that_says_what_to_give(runs, tmp_path):
     trainer = runs.ours(train=False, max_steps=2, save_strategy="steps", save_steps=2)
     with pytest.raises(ValueError, match="Leave resume_from_checkpoint out to start over"):
         trainer.train(resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match="it is not a directory.*Give a checkpoint-N directory"):
+    with pytest.raises(ValueError, match="it does not exist.*Give a checkpoint-N directory"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "absent"))
     with pytest.raises(ValueError, match="trainer_state.json is missing.*Give a checkpoint-N directory"):
         trainer.train(resume_from_checkpoint=str(tmp_path))

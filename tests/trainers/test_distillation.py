@@ -36,6 +36,21 @@ def naive_losses(runs, trainer, teacher_dir, temperature, alpha, top_k=None):
     return ce.item(), kd.item(), ((1 - alpha) * ce + alpha * temperature**2 * kd).item()
 
 
+def test_a_teacher_may_have_code_of_its_own(distil, teacher, monkeypatch):
+    """As `hf-tpu cache-teacher` loads it."""
+    load, trusted = AutoModelForCausalLM.from_pretrained, []
+
+    def note(name, **kwargs):
+        if name == teacher:
+            trusted.append(kwargs.get("trust_remote_code"))
+        return load(name, **kwargs)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", note)
+    for trust in (False, True):
+        distil(kd_teacher=teacher, trust_remote_code=trust, train=False)
+    assert trusted == [False, True]
+
+
 @pytest.mark.parametrize(
     "config",
     [

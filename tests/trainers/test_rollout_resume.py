@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from rollouts import Case, trainer_for
+from safetensors.torch import load_file
 from test_preference_resume import logged_after, weights_and_moments
 
 
@@ -25,6 +26,17 @@ CASES = {
     "grpo-epochs": Case("grpo", {"per_device_train_batch_size": 16}),
     "rloo": Case("rloo", {**REUSED, "beta": 0.04}),
 }
+
+
+@pytest.mark.parametrize(
+    "buffered", [None, [{"prompt_ids": torch.ones(2, 3), "num_images": [1, 2]}]], ids=["none", "images"]
+)
+def test_a_generation_that_is_not_saved(xla, models, tmp_path, buffered):
+    """Before the first step of a resumed run there may be none; and rows of images are not those of the batch."""
+    trainer = trainer_for(CASES["rloo"], models, ours=True)
+    trainer._step, trainer._buffered_inputs, trainer._is_vlm = 1, buffered, buffered is not None
+    trainer._save_rng_state(str(tmp_path))
+    assert set(load_file(tmp_path / "rollouts.safetensors")) == {"step", "rows", "generation_rows"}
 
 
 # By default, `test_rollouts_written.py` resumes.

@@ -1,10 +1,12 @@
 """Several runs in one output directory: each goes on with its own checkpoints, and none destroys anything of another."""
 
+import errno
 import os
 import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import forked
 import pytest
@@ -206,6 +208,19 @@ def test_a_run_that_was_killed_holds_nothing(tmp_path):
     with only_run_in(tmp_path, ALONE):
         assert (tmp_path / LOCK_NAME).read_text().startswith(f"process {os.getpid()} on ")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_that_cannot_be_deleted_is_given_back(tmp_path, monkeypatch):
+    """As on a disk that has gone read-only: the error of the run is shown, and another run may begin."""
+
+    def fail(path, missing_ok=False):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="of the run"), only_run_in(tmp_path, ALONE):
+        patch.setattr(Path, "unlink", fail)
+        raise RuntimeError("of the run")
+    with only_run_in(tmp_path, ALONE):
+        assert (tmp_path / LOCK_NAME).exists()
 
 
 def test_one_of_many_gets_the_lock(tmp_path):

@@ -25,7 +25,7 @@ from hf_tpu_ext.errors import UserError
 from hf_tpu_ext.quantization.fake_quantized import QUANTIZATION_FILE, TrainedFor
 from hf_tpu_ext.trainers.checkpoint.base_record import BASE_FILE, find_differences
 from hf_tpu_ext.trainers.checkpoint.lookup import find_checkpoint
-from hf_tpu_ext.trainers.checks.datasets import check_columns_are_text, check_dataset
+from hf_tpu_ext.trainers.checks.datasets import check_dataset, refuse_images
 from hf_tpu_ext.trainers.checks.field_answers import Place
 from hf_tpu_ext.trainers.checks.fields import adapt
 from hf_tpu_ext.trainers.checks.preferences import check_preferences
@@ -280,7 +280,7 @@ def test_name_of_a_reference_model(tiny_model):
 
 
 def test_columns_of_images():
-    check = lambda dataset: check_columns_are_text(dataset, "train_dataset", "RewardTrainer")  # noqa: E731
+    check = lambda dataset: refuse_images(dataset, "train_dataset", "RewardTrainer")  # noqa: E731
     dataset = Dataset.from_dict({"prompt": ["a"], "image": ["b"]})
     check(eval(expression(refusal(check, {"dataset": dataset})), {"dataset": dataset}))
 

@@ -21,6 +21,8 @@ BASE_FILE = "base_model.json"
 PEFT_PREFIX = "base_model.model."
 # Elements of a weight that are looked at: a model that was trained otherwise differs in nearly all.
 _SAMPLE = 4096
+# Ways to begin an adapter, of those with a name, that leave the base as it is. The others (PiSSA, OLoRA, LoftQ) take the adapter off it.
+_KEEP_BASE = (True, False, "gaussian", "eva", "orthogonal")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
@@ -31,8 +33,9 @@ def find_frozen(model: nn.Module) -> list[str]:
     """
     if not isinstance(model, PeftModel) or model.active_peft_config.is_prompt_learning:
         return []
-    # Some ways to begin an adapter (PiSSA, OLoRA, LoftQ) take it off the base that it is on.
-    changes_base = any(isinstance(vars(config).get("init_lora_weights"), str) for config in model.peft_config.values())
+    changes_base = any(
+        vars(config).get("init_lora_weights", True) not in _KEEP_BASE for config in model.peft_config.values()
+    )
     return [
         name
         for name, parameter in model.named_parameters()

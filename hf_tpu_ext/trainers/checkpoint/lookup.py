@@ -35,7 +35,9 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) 
             hint = f"It holds {', '.join(path.name for path in inside)}: give one of these"
         else:
             hint = "Give a checkpoint-N directory"
-        what = damage if checkpoint.is_dir() else "it is not a directory"
+        what = (
+            damage if checkpoint.is_dir() else "it is not a directory" if checkpoint.exists() else "it does not exist"
+        )
         kind = "damaged" if (checkpoint / MANIFEST_NAME).exists() else "not a checkpoint"
         raise UserError(
             f"Can't find a valid checkpoint at {resume_from_checkpoint}, which is {kind}: {what}. {hint}, or "

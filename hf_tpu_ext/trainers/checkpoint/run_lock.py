@@ -65,7 +65,9 @@ def lock(path: Path, what: str | None = None, fix: str = "") -> Iterator[None]:
         yield
     finally:
         if os.getpid() == process:
-            path.unlink(missing_ok=True)
+            # The disk may be gone, or no longer be written to: the error of the run is the one to see.
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
             _descriptors.discard(descriptor)
             os.close(descriptor)
 

@@ -16,7 +16,8 @@ from .directories import delete_all_but
 class StoppingMixin:
     """
     The part of [`TPUTrainerMixin`] that ends a run which is told to stop: at the end of its step it saves, and raises
-    [`TrainingPreempted`]. It is a base of what saves and resumes: the random state that it puts aside is kept as upstream keeps it.
+    [`TrainingPreempted`]. It comes after the parts that save and resume in the order of bases, so that its `super()._save_rng_state`
+    is upstream's, and writes no state of the run.
     """
 
     #: Whether `train` saves and stops when it is told to by a signal.

@@ -240,8 +240,8 @@ def _nulls(values: pa.ChunkedArray) -> int:
     return values.null_count + (pc.list_flatten(values).null_count if is_numbers else 0)
 
 
-def check_columns_are_text(dataset, name: str, trainer: str) -> None:
-    """Check that the dataset of a `trainer` has no images (`ValueError`). Other types than those of `datasets` are left to upstream."""
+def refuse_images(dataset, name: str, trainer: str) -> None:
+    """Refuse images (`ValueError`), which this `trainer` does not take on XLA. Other types than those of `datasets` are left to upstream."""
     images = sorted(set(IMAGE_COLUMNS) & set(known_columns(dataset)))
     if images:
         raise UserError(

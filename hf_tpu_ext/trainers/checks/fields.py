@@ -320,14 +320,14 @@ REPLACED = (
     ),
     replacement(
         "padding_free",
-        "padding to a static length (same loss); length_buckets pad less, packing=True of SFTConfig hardly",
+        "padding to a static length (same loss); length_buckets pad less, and packing=True of SFTConfig hardly at all",
         becomes=False,
     ),
     # Upstream's loop would read the loss of every micro-step.
     replacement(
         "logging_nan_inf_filter",
-        "one on the device: the same numbers, and a line names the first step whose loss is not finite. With `False`, a NaN ends "
-        "with the next log; in stock every later log is NaN",
+        "a filter on the device with the same result; a line names the first step whose loss is not finite. With `False`, a NaN is "
+        "in the log of its steps; upstream's later logs are all NaN",
         when=_never,
         becomes=False,
     ),
@@ -349,10 +349,17 @@ WITHOUT_EFFECT = (
     *at(
         lambda place: not place.runs_gpu_kernels,
         without_effect("use_liger_kernel", "its kernels are for GPUs", beside="liger_kernel_config", becomes=False),
-        without_effect(
-            "activation_offloading", "it is for GPUs; gradient_checkpointing saves memory here", becomes=False
-        ),
         without_effect("tf32", "it is a format of GPUs", when=lambda value, run: value, becomes=None),
+    ),
+    without_effect("activation_offloading", "gradient_checkpointing saves memory on XLA", becomes=False),
+    *at(
+        lambda place: not (place.static_shapes or place.runs_gpu_kernels),
+        without_effect(
+            "activation_offloading",
+            "activations are in the host's memory",
+            values="on the CPU without XLA",
+            becomes=False,
+        ),
     ),
     without_effect("torch_empty_cache_steps", "XLA plans the memory of a step when it compiles it", becomes=None),
     without_effect(

@@ -21,8 +21,8 @@ _EMPTY = "have an empty answer ({rows}), {of_empty}"
 _LEARNED = "from which a model learns to answer nothing"
 _EVALUATED = "which the loss of an evaluation takes for the right one"
 _OTHER_ROLE = (
-    "have answers of another role than 'assistant', such as 'gpt' ({rows}), which chat templates write as it is: whoever generates asks for "
-    "an answer of 'assistant'"
+    "have answers of another role than 'assistant', such as 'gpt' ({rows}). Chat templates write that role as it is, but whoever generates "
+    "asks for an answer of 'assistant'"
 )
 _QUESTION = "end with a message that is not the assistant's ({rows}), so that no answer follows"
 

@@ -201,11 +201,11 @@ def _describe_left_out_pairs(
         # Each completion of a pair is a row of its own.
         rows *= 2
     what = (
-        "prompt leaves no room for a completion"
+        "their prompt leaves no room for a completion within"
         if "prompt_ids" in prepared_dataset.column_names
-        else "text is longer than they may be"
+        else "their text is longer than"
     )
-    why = f"their {what} with max_length={args.max_length}"
+    why = f"{what} max_length={args.max_length}"
     if len(prepared_dataset):
         return describe_left_out(rows, len(prepared_dataset), name, f"{why}. A higher max_length keeps them")
     without_limit = copy.copy(args)

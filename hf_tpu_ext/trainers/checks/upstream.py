@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments
 from trl.trainer.utils import get_config_model_id
 
 from ...errors import UserError
-from .datasets import check_columns_are_text, named_datasets
+from .datasets import named_datasets, refuse_images
 from .preferences import check_columns, check_preferences
 
 
@@ -111,7 +111,7 @@ def check_trainer(cls: type[Trainer], trainer_kwargs: Mapping[str, Any], compile
         )
     for name, dataset in named_datasets(trainer_kwargs).items():
         if compiles and upstream.__module__.startswith("trl.") and upstream.__name__ not in _TAKE_IMAGES:
-            check_columns_are_text(dataset, name, upstream.__name__)
+            refuse_images(dataset, name, upstream.__name__)
         if takes_preferences:
             # Upstream looks for columns when the model is loaded.
             check = check_preferences if compiles else check_columns

@@ -51,8 +51,9 @@ class RolloutCheckpoints:
         numbers = {_STEP: self._step, _ROWS: self._rows_of_micro_step, _GENERATION: self.generation_rows}
         tensors = {name: torch.tensor(number) for name, number in numbers.items()}
         if self._step % (self.generation_batches * self.num_iterations):
-            for index, batch in enumerate(self._buffered_inputs):
-                # Slices, of which a number may be in all of them.
+            # A run that is resumed where no generation is kept has none before its first step.
+            for index, batch in enumerate(self._buffered_inputs or ()):
+                # Copied, since safetensors refuses tensors that share memory: batches are slices of one tensor, and a number is in all.
                 tensors |= {f"{index}.{key}": value.clone() for key, value in self._rows_of_all(batch).items()}
         if self.args.should_save:
             save_file(tensors, Path(output_dir) / _FILE)
@@ -62,15 +63,16 @@ class RolloutCheckpoints:
         return self._train_batch_size * self.backend.processes.row_shards
 
     def _rows_of_all(self, batch: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
-        """What this process and the others are trained on in a micro-step."""
-        gather = self.backend.processes.gather
-        if self.backend.processes.own_rows:
+        """What this process and the others are trained on in a micro-step; nothing where a resumed run is to generate anew."""
+        gather, own_rows = self.backend.processes.gather, self.backend.processes.own_rows
+        has_images = batch.get("num_images") is not None
+        if self._is_vlm and (has_images or own_rows and not self.backend.static_shapes):
+            # Rows of images are not those of the batch, and each process has another number of them.
+            return {}
+        if own_rows:
             # Each has padded its own to the longest.
             if self.backend.static_shapes:
                 batch = self._pad_batch(batch, self.lengths[-1])
-            elif self._is_vlm:
-                # Each process has another number of rows of images, so a run that is resumed generates anew.
-                return {}
             else:
                 batch, gather = self._pad_as_others(batch), self.accelerator.gather
         # A number is that of all rows.

@@ -78,8 +78,8 @@ class RolloutMixin(RolloutCheckpoints):
             if most is not None and (longest := max(of_rows)) > most:
                 raise UserError(
                     f"Row {of_rows.index(longest)} of {name} (the first is row 0) has a prompt of {longest} tokens, which is longer than "
-                    f"max_prompt_length={most}. Set max_prompt_length={round_up_length(longest, longest + 128)}, or leave such "
-                    "rows out of the file or, in Python, out with dataset.filter."
+                    f"max_prompt_length={most}. Set max_prompt_length={round_up_length(longest, longest + 128)}, or remove "
+                    "such rows from the file (in Python: dataset.filter)."
                 )
         longest = max(map(max, lengths.values()), default=0)
         if streams or (most is not None and vars(self).get("rollout_func") is not None):

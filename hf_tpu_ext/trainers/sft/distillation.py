@@ -89,12 +89,13 @@ class DistillationMixin:
                 f"kd_teacher={name!r} is the student itself. Set kd_teacher to another model, or train with LoRA (use_peft: true) and "
                 "set kd_teacher='base', which holds the student to its base."
             )
-        check_vocabulary(AutoTokenizer.from_pretrained(name), self._tokenizer, name)
+        own_code = self.args.trust_remote_code
+        check_vocabulary(AutoTokenizer.from_pretrained(name, trust_remote_code=own_code), self._tokenizer, name)
         self._check_top_k(student)
         # With compute in bfloat16 it stays as it is stored, usually in half the size of the student's weights.
         in_full = self.adapted.compute_dtype is None and not self.args.bf16
         dtype = student.get_output_embeddings().weight.dtype if in_full else "auto"
-        teacher = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        teacher = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=own_code)
         self._check_top_k(teacher)
         return teacher
 

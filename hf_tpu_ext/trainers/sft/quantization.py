@@ -130,7 +130,7 @@ class _RoundLater(TrainerCallback):
                 f"qat_fake_quant_after_n_steps={self._after} leaves none of the {count(state.max_steps, 'step')} of this run to "
                 "train with rounded weights, and evaluations are of weights in full. Set it lower, or train for more steps."
             )
-        # A run that is resumed may evaluate before a step, or have none left: as the last step before was.
+        # A run that is resumed may evaluate before its first step, or have no step left. It rounds then as its last step did.
         self._round(state.global_step > self._after)
 
     def on_step_begin(self, args, state, control, **kwargs):
