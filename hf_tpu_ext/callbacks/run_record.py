@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -37,7 +38,7 @@ class RunRecord(TrainerCallback):
         programs (`Callable[[], Sequence[ProgramEvent]]`): Lists the programs that the run has compiled so far.
         spent (`Callable[[], Counters]`): Tells what the run has compiled, run and transferred so far.
         why_traced (`Callable[[], str | None]`): Says why steps are not replayed, as a clause; `None` if they are.
-        syncs (`Callable[[], list[str]]`): Names what has read the device outside of logs.
+        syncs (`Callable[[], list[str]]`): Names what has read the device outside this package.
         signal (`Callable[[], str | None]`): Names what told the run to stop from outside, e.g. `"SIGTERM"`.
     """
 
@@ -172,7 +173,11 @@ class RunRecord(TrainerCallback):
         from ..report.make import describe_ended_run
 
         try:
-            tqdm.write(describe_ended_run(output_dir))
+            text = describe_ended_run(output_dir)
         except (ValueError, OSError, ImportError) as error:
             # The trained model is not lost for a page about it.
             logger.warning(f"There is no report of this run: {error} To make it: hf-tpu report {output_dir}")
+            return
+        # Nobody may be reading, which has ended the run then.
+        with suppress(BrokenPipeError):
+            tqdm.write(text)

@@ -162,6 +162,8 @@ def _is_for_users(error: Exception, argv: list[str]) -> bool:
     raised_in = [frame.f_globals["__name__"].partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not isinstance(error, OSError):
         return raised_in[-1] in _SPEAK_TO_USERS
+    if isinstance(error, BrokenPipeError):
+        return False
     # They come from the standard library, so what counts is who called it.
     caller = next(name for name in reversed(raised_in) if name in _SPEAK_TO_USERS or name == "hf_tpu_ext")
     return caller in _SPEAK_TO_USERS or error.errno in _NO_ROOM or str(error.filename) in _words(argv)

@@ -154,7 +154,7 @@ class TeacherCache:
             `ValueError`: It cannot.
         """
         manifest, here = self.manifest, f"the teacher's cache {self.directory}"
-        remake = f"build another cache from this recipe: {MAKE} DIR"
+        remake = f"build another cache from this recipe: {MAKE} DIR --kd_teacher {manifest.teacher}"
         if temperature <= 0:
             raise UserError(
                 f"kd_temperature={temperature} is not above 0. Set it to one of {list(manifest.temperatures)}."
@@ -183,7 +183,7 @@ class TeacherCache:
         if max_length != manifest.max_length:
             raise UserError(
                 f"max_length={max_length}, but {here} was built with max_length={manifest.max_length}: rows are truncated at other "
-                f"places. Set max_length={manifest.max_length}, or {remake}."
+                f"places. Set max_length={manifest.max_length}, or {remake} --max_length {max_length}."
             )
         if manifest.largest_id >= vocab_size:
             raise UserError(

@@ -120,4 +120,9 @@ def _beside(title: str, names: Sequence[str], rows: list[list[str]], what: str =
 def _rows(values: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Rows of a table: names, and the value that each run or plan has."""
     names = dict.fromkeys(name for of_one in values for name in of_one)
-    return [[name, *(str(of_one.get(name, "")) for of_one in values)] for name in names]
+    return [[name, *(_words(of_one.get(name, "")) for of_one in values)] for name in names]
+
+
+def _words(value: Any) -> str:
+    """A value as text. A number of steps is one, whether it was read from YAML or is upstream's default, which is a float."""
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value)

@@ -160,7 +160,7 @@ class Run:
 
     @property
     def syncs(self) -> list[str]:
-        """What has read the device outside of logs, as far as it is recorded."""
+        """What has read the device outside this package, as far as it is recorded."""
         return self.sessions[-1].totals.get("syncs") or []
 
     @property

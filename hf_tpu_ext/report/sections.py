@@ -108,6 +108,10 @@ def notes_on(run: Run) -> list[str]:
             notes.append(
                 f"The run was {was_ended}, and resumed after step {first:,}: the steps between were run again."
             )
+    if run.begin["arguments"].get("step_status") is False:
+        notes.append(
+            "Times of steps and phases, tokens per second, padding and memory were not measured: step_status is false."
+        )
     bad = sum(not math.isfinite(log.get("loss", 0.0)) for log in run.logs)
     if bad:
         notes.append(f"The loss was not finite in {count(bad, 'log')}.")
@@ -300,7 +304,7 @@ def _programs(run: Run) -> Section:
     if run.why_traced is not None:
         section.lines.append(f"Step replay is off: {run.why_traced}.")
     if run.syncs:
-        section.lines.append(f"Device-to-host syncs outside of logs: {'; '.join(run.syncs)}.")
+        section.lines.append(f"Device-to-host syncs outside this package: {'; '.join(run.syncs)}.")
     counters = run.counters
     if counters["executions"]:
         section.lines.append(

@@ -172,7 +172,7 @@ class SyncMonitor(TrainerCallback):
             if self.syncs:
                 reads, step = self._backend.insight.stray_reads() - self._first_reads, state.global_step
                 what = "; ".join(self.describe())
-                tqdm.write(f"Device-to-host syncs outside of logs: {reads} until step {step}. {what}")
+                tqdm.write(f"Device-to-host syncs outside this package: {reads} until step {step}. {what}")
         self.close()
 
     def close(self) -> None:
@@ -211,7 +211,7 @@ class SyncMonitor(TrainerCallback):
             self.syncs[read] = count / steps
 
     def describe(self) -> list[str]:
-        """What has read the device outside of logs, each place in words."""
+        """What has read the device outside this package, each place in words."""
         return list(map(_describe, self.syncs))
 
 

@@ -146,6 +146,15 @@ def test_a_package_that_upstream_asks_for_is_no_bug(monkeypatch, capsys):
     assert "You need to install galore_torch" in capsys.readouterr().err
 
 
+def test_a_pipe_that_is_closed_in_code_of_upstream_is_no_mistake(monkeypatch):
+    """A log of a run, for example. `command` asks whether it is the output."""
+    names = {"__name__": "transformers.example"}
+    exec("def log():\n    raise BrokenPipeError(32, 'Broken pipe')", names)
+    monkeypatch.setitem(cli._TRAINING, "sft", lambda argv: names["log"]())
+    with pytest.raises(BrokenPipeError):
+        main(["sft"])
+
+
 def test_who_reads_the_output_may_stop():
     process = subprocess.Popen(
         [sys.executable, "-m", "hf_tpu_ext.cli.main", "recipes"], stdout=subprocess.PIPE, stderr=subprocess.PIPE

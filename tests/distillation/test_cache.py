@@ -214,7 +214,7 @@ def test_check_of_what_fits(cache_dir, tokenizer):
             "kd_top_k=17, but .* holds 16 tokens of each position. Set kd_top_k to 1...16, .* --kd_top_k 17",
         ),
         ({"top_k": 0}, "kd_top_k=0, but"),
-        ({"max_length": 32}, "max_length=32, but .* was built with max_length=24"),
+        ({"max_length": 32}, "max_length=32, but .* was built with max_length=24.* --kd_teacher .* --max_length 32"),
         (
             {"vocab_size": 100},
             r"The teacher's cache .* has the token id \d+, but the student's vocabulary has 100 tokens",

@@ -244,6 +244,12 @@ def test_what_an_adapter_of_a_run_has_by_default(write_run, tmp_path):
     assert "| peft_config.lora_alpha | 16 | default |  |" in markdown and "| peft_config.r | 8 | 8 |  |" in markdown
 
 
+def test_numbers_that_are_written_otherwise_are_no_difference(write_run, tmp_path):
+    """Upstream's default of `save_steps` is a float."""
+    runs = [write_run(tmp_path / name, arguments={"save_steps": steps}) for name, steps in (("a", 20.0), ("b", 20))]
+    assert "save_steps" not in make_report(runs, tmp_path).with_suffix(".md").read_text()
+
+
 def test_several_runs(write_run, tmp_path):
     arguments = {"output_dir": "runs/a", "learning_rate": 1e-3, "max_length": 64}
     runs = [
@@ -284,7 +290,7 @@ def test_why_runs_compiled_more(write_run, tmp_path):
     assert f"| device-to-host syncs |  | {read} |" in markdown
     alone = make_report(runs[1:]).with_suffix(".md").read_text()
     assert "Step replay is off: Mine, a callback." in alone
-    assert f"Device-to-host syncs outside of logs: {read}." in alone
+    assert f"Device-to-host syncs outside this package: {read}." in alone
 
 
 def test_steps_far_apart_are_readable(write_run, tmp_path):

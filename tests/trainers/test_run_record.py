@@ -147,11 +147,14 @@ def test_what_was_left_out_is_not_listed(tmp_path, name, use_cpu):
 
 
 def test_what_was_set_of_an_adapter(tiny_model):
-    """Also of one whose config cannot be made without a value; and the rank, where it was left at the default, too."""
+    """Also of one whose config cannot be made without a value; and the rank and lora_alpha, where they were left at the default, too."""
     for config, expected in (
-        (LoraConfig(r=3, target_modules=["v_proj", "q_proj"], task_type="CAUSAL_LM"), {"r": 3}),
+        (LoraConfig(r=3, target_modules=["v_proj", "q_proj"], task_type="CAUSAL_LM"), {"r": 3, "lora_alpha": 8}),
         (LoraConfig(r=8, lora_alpha=32, target_modules=["v_proj", "q_proj"]), {"r": 8, "lora_alpha": 32}),
-        (AdaLoraConfig(total_step=9, target_modules=["v_proj", "q_proj"]), {"init_r": 12, "total_step": 9}),
+        (
+            AdaLoraConfig(total_step=9, target_modules=["v_proj", "q_proj"]),
+            {"init_r": 12, "lora_alpha": 8, "total_step": 9},
+        ),
     ):
         model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), config)
         expected = {f"peft_config.{name}": value for name, value in expected.items()}
@@ -219,6 +222,7 @@ def test_a_record_without_status(runs):
     run = read_run(runs.output_dir)
     assert len(run.logs) == 3 and not run.phases and (runs.output_dir / "report.html").is_file()
     assert not time_of_step(run)
+    assert "were not measured: step_status is false." in (runs.output_dir / "report.md").read_text()
 
 
 class _Looks(TrainerCallback):

@@ -24,7 +24,7 @@ def test_nothing_is_said_and_nothing_is_added_when_all_is_well(train, lines, cap
     assert lines() == []
     assert trainer.watch.recompiles == 0 and causes(trainer) == []
     out = capsys.readouterr().out
-    assert "Recompilations" not in out and "outside of logs" not in out
+    assert "Recompilations" not in out and "Device-to-host syncs" not in out
     # The optimizer's state and eight steps; two logs and what is left at the end.
     assert (spent.executions, spent.reads, spent.fallbacks, spent.replays) == (9, 3, 0, 6)
     programs = [event for event in trainer.watch.events if event.kind == "training step"]

@@ -39,7 +39,7 @@ def test_a_callback_that_reads(train, lines, capsys, callback, text, what):
     (line,) = lines()
     # Counted at the first log, found in the two steps after it.
     assert line.startswith(f"Steps 3 to 4: {named}, 2 times in 2 steps. ") and "trainer.backend.fetch" in line
-    assert f"Device-to-host syncs outside of logs: 8 until step 8. {named}" in capsys.readouterr().out
+    assert f"Device-to-host syncs outside this package: 8 until step 8. {named}" in capsys.readouterr().out
     assert trainer.watch.recompiles == 0
     assert trainer.sync_monitor.syncs and trainer.steps.compiled is None
 

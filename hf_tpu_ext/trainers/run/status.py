@@ -397,15 +397,15 @@ def _changed_fields(settings: TrainingArguments | PeftConfig) -> list[str]:
 
 def _settings_of_adapter(model: nn.Module) -> dict[str, Any]:
     """
-    What a person has set of the adapter that is trained, as `peft_config.lora_alpha`, and its rank, also the default; nothing
-    without one.
+    What a person has set of the adapter that is trained, as `peft_config.lora_dropout`, and its rank and `lora_alpha`, also the
+    defaults; nothing without one.
     """
     if not isinstance(model, PeftModel):
         return {}
     config = model.peft_config[model.active_adapter]
     # AdaLoRA begins with another one than `r`.
     rank = "init_r" if "init_r" in vars(config) else "r"
-    names = {rank, *_changed_fields(config)}.difference(_OF_THE_MODEL)
+    names = {rank, "lora_alpha", *_changed_fields(config)}.difference(_OF_THE_MODEL)
     values = {name: value for name, value in vars(config).items() if name in names}
     return {
         f"peft_config.{name}": sorted(value) if isinstance(value, set) else value for name, value in values.items()
