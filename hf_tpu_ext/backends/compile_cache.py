@@ -107,7 +107,9 @@ class CompileCache:
         for program, stat in sorted(_programs(root), key=lambda item: item[1].st_atime, reverse=True):
             size += stat.st_size
             if size > MOST_BYTES:
-                program.unlink(missing_ok=True)
+                # Another user's, in a directory that several share, stays.
+                with suppress(OSError):
+                    program.unlink(missing_ok=True)
 
     @classmethod
     def open(cls, root: Path, name: str, toolchain: dict[str, Any]) -> "tuple[CompileCache | None, list[str]]":

@@ -114,11 +114,16 @@ def would_use_tpu(backend: str | None, environment: Mapping[str, str]) -> bool:
     [`~hf_tpu_ext.backends.selection.select_backend`] chooses.
     """
     setting = backend if backend not in (None, "auto") else environment.get("HF_TPU_EXT_BACKEND", "auto")
-    if not tpu_chips() or setting not in ("auto", *TPU_BACKENDS) or environment.get("PJRT_DEVICE", "TPU") != "TPU":
+    if not tpu_chips() or setting not in ("auto", *TPU_BACKENDS):
         return False
-    if environment.get("ACCELERATE_USE_CPU", "").lower() in YES:
+    # These two keep "auto" away, and no backend that is asked for by its name.
+    is_auto = setting == "auto"
+    if is_auto and environment.get("ACCELERATE_USE_CPU", "").lower() in YES:
         return False
-    return has_torch_tpu() or has_torch_xla() and environment.get("USE_TORCH_XLA", "1").lower() not in NO
+    if setting != "xla" and has_torch_tpu():
+        return True
+    is_allowed = not is_auto or environment.get("USE_TORCH_XLA", "1").lower() not in NO
+    return is_allowed and has_torch_xla() and environment.get("PJRT_DEVICE", "TPU") == "TPU"
 
 
 def skip_metadata_query() -> None:

@@ -149,8 +149,8 @@ class SliceHosts(Processes):
         if len(set(places)) > 1:
             message = "; ".join(f"host {host}: {place}" for host, place in enumerate(places))
             raise HostsDisagree(
-                f"Hosts are at different places of the run ({message}). All have to run the same code: what uses the model "
-                "must not stand behind a question which host this is."
+                f"Hosts are at different places of the run ({message}). All have to run the same code: do not use the model "
+                "under `if trainer.is_world_process_zero()`, or another question which host this is."
             )
         return [value for _, value, _ in entries]
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from http.client import HTTPException
 from types import FrameType
 from urllib.request import ProxyHandler, Request, build_opener
 
@@ -172,7 +173,7 @@ def watch_maintenance(
     while not is_done.wait(seconds_between):
         for key, nothing in (("preempted", "FALSE"), ("maintenance-event", "NONE")):
             # Not every kind of machine has both, and the server may be busy.
-            with suppress(OSError):
+            with suppress(OSError, HTTPException):
                 request = Request(f"{url}/{key}", headers={"Metadata-Flavor": "Google"})
                 with opener.open(request, timeout=2) as reply:
                     answer = reply.read().decode().strip()

@@ -101,8 +101,6 @@ class StepStatus(TrainerCallback):
             Tells how the step that ends was run: `"trace"`, `"replay"`, or on an eager device `"step"`.
         flops (`Callable[[tuple[int, int]], float | None]`, *optional*):
             Arithmetic of training on a batch of a shape, if it is known.
-        over_processes (`Callable[[list[int]], list[float]]`, *optional*):
-            Sums numbers over the processes of the run, all of which log at once. By default there is one.
     """
 
     def __init__(
@@ -110,11 +108,9 @@ class StepStatus(TrainerCallback):
         backend: Backend,
         kind_of_step: Callable[[], str],
         flops: Callable[[tuple[int, int]], float | None] | None = None,
-        over_processes: Callable[[list[int]], list[float]] | None = None,
     ):
         self._backend = backend
         self._kind_of_step = kind_of_step
-        self._over_processes = over_processes
         self._flops = None if backend.chip is None else flops
         self.clock = PhaseClock(backend.compile_mark, lambda: backend.counters().compile_seconds)
         self._reset()
@@ -224,14 +220,12 @@ class StepStatus(TrainerCallback):
         return logs
 
     def _take_batches(self) -> None:
-        """Add the batches of all processes since the last call to those of the run, and of the next log."""
+        """Add the batches of all processes, which log at once, since the last call to those of the run, and of the next log."""
         # Sums on a device are read here, once a log; on XLA batches are counted on the host.
         counts = {shape: count._replace(tokens=int(count.tokens)) for shape, count in self._window.items()}
         self._window = {}
-        if self._over_processes is not None:
-            counts = {
-                shape: BatchCount(*map(int, self._over_processes(list(count)))) for shape, count in counts.items()
-            }
+        total = self._backend.processes.total
+        counts = {shape: BatchCount(*map(int, total(list(count)))) for shape, count in counts.items()}
         for shape, count in counts.items():
             for sums in (self.batches, self._since_log):
                 sums[shape] = sums.get(shape, BatchCount()) + count

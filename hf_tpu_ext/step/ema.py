@@ -74,9 +74,9 @@ def in_place_of_weights(averages: Iterable[tuple[nn.Parameter, Tensor]]) -> Iter
     """Within this context, parameters have the values that they come with, in their own dtype. Nothing may train them."""
     averages = list(averages)
     weights = [parameter.data for parameter, _ in averages]
-    for parameter, average in averages:
-        parameter.data = average.to(parameter.dtype)
     try:
+        for parameter, average in averages:
+            parameter.data = average.to(parameter.dtype)
         yield
     finally:
         for (parameter, _), weight in zip(averages, weights, strict=True):

@@ -284,7 +284,11 @@ class Fingerprint:
         return change
 
     def _change_of_python(self) -> str | None:
-        return self._changed_entry() or self._changed_set_or_tensor()
+        change = self._changed_entry() or self._changed_set_or_tensor()
+        if change is None and self._is_outdated:
+            # Not before: sets and tensors are compared with what was noted.
+            self._note_python()
+        return change
 
     def _changed_entry(self) -> str | None:
         for entries in filter(None, self._empty):
@@ -315,8 +319,6 @@ class Fingerprint:
             changes = zip(self._modules, classes, self._classes, strict=True)
             module, now, earlier = next(change for change in changes if change[1] is not change[2])
             return f"`{self._names[id(module)][0]}` was a {earlier.__name__}, is a {now.__name__}"
-        if self._is_outdated:
-            self._note_python()
         return None
 
     def _changed_dict(self, place: int) -> str | None:
@@ -401,7 +403,8 @@ def _compare(owner: str, form: str, entries: Mapping[Any, Any], earlier: Mapping
         if now is before:
             continue
         are_plain = is_plain(now) and is_plain(before)
-        if are_plain and type(now) is type(before) and now == before:
+        # The text tells `[1, 2]` from `[1.0, 2]`, which are equal.
+        if are_plain and type(now) is type(before) and now == before and repr(now) == repr(before):
             continue
         name = f"`{form.format(owner, key)}`"
         if now is _ABSENT or before is _ABSENT:

@@ -237,6 +237,10 @@ class LazyAdamW(torch.optim.AdamW):
             )
         used = tuple(parameter.grad is not None for parameter in self._parameters())
         self._program({"numbers": numbers}, end_unwatched, used=used, key=self.program_key)
+        # A program that is run by its handle says nothing of them.
+        self.updated_states = [
+            self.state[each] for each, is_used in zip(self._parameters(), used, strict=True) if is_used
+        ]
 
     def _tensors(self) -> list[torch.Tensor]:
         """What an update reads and writes."""
@@ -399,7 +403,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module) ->
         "make the optimizer from self.model in an override of create_optimizer, and its schedule from self.optimizer in one of "
         "create_scheduler."
     )
-    if optimizer.defaults["lr"] is not None:
+    if optimizer.defaults.get("lr") is not None:
         settings = {name: value for name, value in optimizer.defaults.items() if value is not None}
         in_trainer = (
             f"optimizer_cls_and_kwargs=({type(optimizer).__name__}, {settings}). For groups or a schedule of your own, "

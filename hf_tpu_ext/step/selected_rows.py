@@ -122,7 +122,7 @@ _ACCESSORS = {
 }
 _ELEMENTWISE = {
     *(
-        vars(Tensor)[name] if name in vars(Tensor) else getattr(Tensor, name)
+        getattr(Tensor, name)
         for name in (
             *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__neg__"),
             *("add", "sub", "mul", "div", "neg", "abs", "square", "exp", "log", "sigmoid", "tanh", "relu", "clamp"),
@@ -147,7 +147,7 @@ def nanmax_of_all(values: Tensor, **_: Any) -> Tensor:
 
 
 def quantile_of_chosen(values: Tensor, is_chosen: Tensor, threshold: float) -> Tensor:
-    """What `torch.quantile` gives of the elements that are chosen, of shape `()`; infinity where none is."""
+    """What `torch.quantile` gives of the elements that are chosen, of shape `()`; NaN where none is, which no element is at least."""
     in_order = torch.where(is_chosen, values, torch.inf).flatten().sort().values
     rank = threshold * (is_chosen.sum() - 1).clamp(min=0).to(values.dtype)
     below = rank.floor()

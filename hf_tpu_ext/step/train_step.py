@@ -137,10 +137,15 @@ class GradientSums:
             parameter.grad = total
         yield
         for (parameter, total), version in zip(self.sums.items(), before, strict=True):
-            if parameter.grad is not total:
+            if parameter.grad is None:
+                # A hook has taken it away, and with it those of the micro-steps before.
+                total.zero_()
+                self._used.discard(parameter)
+            elif parameter.grad is not total:
                 # A hook has put another in its place.
                 total.copy_(parameter.grad)
-            if total._version != version:
+                self._used.add(parameter)
+            elif total._version != version:
                 # Autograd has added to it in place.
                 self._used.add(parameter)
             parameter.grad = total if sync_gradients and parameter in self._used else None

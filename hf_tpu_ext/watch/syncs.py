@@ -78,7 +78,7 @@ class ReadFinder(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
         before = self._insight.traffic()
         result = func(*args, **(kwargs or {}))
-        if self._insight.traffic() != before and self._insight.has_read(before, result):
+        if self._insight.has_read(before, result):
             self._note(func)
         return result
 

@@ -1,5 +1,6 @@
 """The compile cache: where it is, what it keeps, what it removes, and what it says."""
 
+import errno
 import json
 import os
 import sys
@@ -157,6 +158,19 @@ def test_directory_that_cannot_be_written_is_read(reopen, monkeypatch):
     cache = reopen()
     assert cache.problem == "Is a directory"
     assert keys(cache) == ["1"]
+
+
+def test_a_program_of_another_user_stays(tmp_path, reopen, monkeypatch):
+    """In a directory that several share. It is no reason to do without the cache."""
+    store(reopen(torch="old"), "1")
+    monkeypatch.setattr(compile_cache, "MOST_BYTES", 0)
+
+    def refuse(path, missing_ok=False):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    cache, lines = CompileCache.open(tmp_path / "cache", "test", {"torch": "new"})
+    assert cache.directory.is_dir() and not lines
 
 
 def test_removed_directory(reopen):

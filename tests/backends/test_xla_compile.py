@@ -418,13 +418,14 @@ def test_copies_have_buffers_of_their_own(xla, values):
     xla.programs.separate_copies([tensor])
     with xla.programs.real_copies() as copies:
         cloned, deep, filled = tensor.clone(), copy.deepcopy(tensor), torch.empty_like(tensor).copy_(tensor)
+        by_name = torch.empty_like(tensor).copy_(other=tensor)
         with copies.suspend():
             shared = tensor.clone()
     assert torch_xla._XLAC._get_tensors_handle([shared]) == torch_xla._XLAC._get_tensors_handle([tensor])
     xla.flush()
-    buffers = torch_xla._XLAC._get_tensors_handle([tensor, lazy, inferred, cloned, deep, filled])
-    assert len(set(buffers)) == 6
-    for made in (lazy, inferred, cloned, deep, filled):
+    buffers = torch_xla._XLAC._get_tensors_handle([tensor, lazy, inferred, cloned, deep, filled, by_name])
+    assert len(set(buffers)) == 7
+    for made in (lazy, inferred, cloned, deep, filled, by_name):
         assert made.dtype == values.dtype and torch.equal(made.cpu(), values)
     assert not xla.programs.find_aliases([tensor])
     held = tensor.detach()

@@ -171,6 +171,9 @@ def metadata_server(answers):
                 self.send_error(403 if left else 404)
                 return
             body = (left.pop(0) if len(left) > 1 else left[0]).encode()
+            if not body:
+                self.wfile.write(b"no HTTP\r\n\r\n")
+                return
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -197,8 +200,9 @@ def metadata_server(answers):
         ),
         ({"maintenance-event": ["NONE"], "preempted": ["FALSE", "FALSE", "TRUE"]}, "preempted: TRUE"),
         ({"preempted": ["FALSE", "TRUE"]}, "preempted: TRUE"),
+        ({"preempted": ["", "TRUE"]}, "preempted: TRUE"),
     ],
-    ids=["maintenance", "preempted", "one-key-missing"],
+    ids=["maintenance", "preempted", "one-key-missing", "no-http"],
 )
 def test_notice_is_told_once(answers, notice, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")

@@ -83,6 +83,10 @@ def test_which_commands_of_trl_are_replaced(argv, expected):
         ("", "HF_TPU_EXT_BACKEND: xla", 4, "this machine has a TPU"),
         ("", "USE_TORCH_XLA: 0", 4, None),
         ("", "ACCELERATE_USE_CPU: true", 4, None),
+        # Which a backend that is asked for does not mind.
+        ("", "HF_TPU_EXT_BACKEND: xla, ACCELERATE_USE_CPU: true", 4, "this machine has a TPU"),
+        ("", "HF_TPU_EXT_BACKEND: xla, USE_TORCH_XLA: 0", 4, "this machine has a TPU"),
+        ("", "HF_TPU_EXT_BACKEND: xla, PJRT_DEVICE: CPU", 4, None),
     ],
 )
 @pytest.mark.parametrize("option", [["--config", "{}"], ["--config={}"]])
@@ -93,6 +97,13 @@ def test_when_trl_is_replaced(switch, in_recipe, chips, expected, option, tmp_pa
     monkeypatch.delenv("PJRT_DEVICE")
     argv = [part.format(recipe) for part in option]
     assert autoload._reason_to_replace(switch, argv) == expected
+
+
+def test_torch_tpu_is_chosen_whatever_pjrt_device_says(monkeypatch):
+    monkeypatch.setattr(detect, "tpu_chips", lambda: 4)
+    monkeypatch.setattr(detect, "has_torch_tpu", lambda: True)
+    assert detect.would_use_tpu(None, {"PJRT_DEVICE": "CPU"})
+    assert not detect.would_use_tpu("xla", {"PJRT_DEVICE": "CPU"})
 
 
 @pytest.mark.parametrize("argv", [["--use_cpu"], ["--use-cpu=true"], ["--backend", "cpu"], ["--cpu"]])

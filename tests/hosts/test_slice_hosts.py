@@ -120,7 +120,7 @@ except HostsDisagree as error:
     )
     for (message,) in told:
         assert "host 0: step 3; host 1: step 3; host 2: a save" in message
-        assert "must not stand behind a question which host this is" in message
+        assert "do not use the model under `if trainer.is_world_process_zero()`" in message
 
 
 @pytest.mark.slow

@@ -52,6 +52,43 @@ def test_attributes_of_any_type(change, says):
     assert says in noted.change()
 
 
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (lambda h: h.kinds.add("y"), "`holder.kinds` was"),
+        (lambda h: h.array.fill(7), "holder.array` has other numbers"),
+        (lambda h: h.tensor.fill_(7), "the tensor `holder.tensor` has other numbers"),
+    ],
+)
+def test_what_changes_while_something_is_replaced_by_an_equal_value(change, says):
+    holder = Holder()
+    holder.nested = {"a": [1, 2.5]}
+    noted = note_holder(holder, lambda tensors: [tensor.data_ptr() for tensor in tensors])
+    holder.nested = {"a": [1, 2.5]}
+    change(holder)
+    assert says in noted.change()
+
+
+def test_a_weight_that_is_frozen_while_something_is_replaced_by_an_equal_value():
+    net = torch.nn.Linear(2, 2)
+    net.sizes = [1, 2]
+    noted = Fingerprint(lambda: Reach({"net": net}), [net], lambda tensors: None)
+    noted.note()
+    net.sizes = [1, 2]
+    net.weight.requires_grad_(False)
+    assert "`net.weight` was trained, is frozen" in noted.change()
+
+
+@pytest.mark.parametrize("value", [[1.0, 2], [True, 2], {"a": 2.0}], ids=str)
+def test_numbers_of_another_type_are_a_change(value):
+    """As a factor, they make a tensor of another dtype."""
+    holder = Holder()
+    holder.nested = {"a": 2} if isinstance(value, dict) else [1, 2]
+    noted = note_holder(holder, lambda tensors: None)
+    holder.nested = value
+    assert "`holder.nested` was" in noted.change()
+
+
 def test_what_is_replaced_by_an_equal_value_is_no_change_and_watched_from_then_on():
     holder = Holder()
     holder.nested = {"a": [1, 2.5]}

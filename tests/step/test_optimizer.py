@@ -1,11 +1,14 @@
 """LazyAdamW against PyTorch's AdamW: the same update, the same checkpoints, one program."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from hf_tpu_ext.backends.compiled_function import CompiledFunction
+from hf_tpu_ext.backends.processes import ALONE
 from hf_tpu_ext.step.optimizer import LazyAdamW, check_optimizer, clip_gradients
 
 
@@ -245,12 +248,60 @@ def test_clipping_is_one_program(xla):
     assert xla.fetch(norm).isnan()
 
 
+class RunByHandle(CompiledFunction):
+    """Runs no Python of a program that it has traced before, but what is computed."""
+
+    def _run_program(self, key, state, call):
+        (optimizer,) = self.traced
+        noted = optimizer.updated_states
+        self._function(call.data, **call.static_args)
+        if key in self._programs:
+            self.replays, optimizer.updated_states = True, noted
+        self._programs[key] = True
+
+
+def test_counters_of_steps_that_update_one_set_of_parameters_and_then_another():
+    """As with images in every other batch."""
+    programs = SimpleNamespace(compile=lambda *args: RunByHandle(backend, *args))
+    backend = SimpleNamespace(
+        compiles_functions=True,
+        compiles_operators=True,
+        flush=lambda: None,
+        end_step=lambda: None,
+        send=lambda data: data,
+        processes=ALONE,
+        programs=programs,
+    )
+    weights = make_weights()
+    parameters, expected = make_parameters(weights), make_parameters(weights)
+    optimizer = LazyAdamW(parameters, backend=backend, **SETTINGS)
+    RunByHandle.traced = [optimizer]
+    expected_optimizer = torch.optim.AdamW(expected, **SETTINGS)
+    for step in range(8):
+        gradients = make_gradients(8 * (step % 2))
+        for mine, theirs, gradient in zip(parameters, expected, gradients, strict=True):
+            mine.grad = theirs.grad = gradient
+        optimizer.step()
+        expected_optimizer.step()
+    for mine, theirs in zip(parameters, expected, strict=True):
+        assert optimizer.state[mine]["step"].item() == expected_optimizer.state[theirs]["step"].item()
+        # The factors travel in float32.
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
 def test_optimizer_of_other_weights(backend):
     model = backend.place(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     check_optimizer(torch.optim.SGD(model[0].parameters(), lr=0.1), model)
     stale = [*model[0].parameters(), nn.Parameter(torch.ones(2))]
     with pytest.raises(ValueError, match="optimizer_cls_and_kwargs=\\(SGD, {'lr': 0.1, 'momentum': 0.9,"):
         check_optimizer(torch.optim.SGD(stale, lr=0.1, momentum=0.9), model)
+
+    class WithoutRate(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {})
+
+    with pytest.raises(ValueError, match="make the optimizer from self.model in an override of create_optimizer"):
+        check_optimizer(WithoutRate(stale), model)
 
 
 def test_counters_that_were_replaced_or_set_are_those_that_count(backend):

@@ -147,6 +147,22 @@ def test_a_hook_that_puts_another_gradient_in_its_place_is_followed(sync_gradien
     assert (weight.grad is not None) == sync_gradients
 
 
+@pytest.mark.parametrize("hooked", [True, False])
+def test_a_hook_that_takes_a_gradient_away_is_followed(hooked):
+    """PyTorch's own pattern, for an optimizer in the backward pass. The update leaves such a parameter alone."""
+    net = model()
+    gradients = GradientSums(net, accumulates=True)
+    weight = net["used"].weight
+    with gradients.micro_step(sync_gradients=False):
+        backward(net, 1)
+    if hooked:
+        weight.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    with gradients.micro_step(sync_gradients=True):
+        backward(net, 2)
+    assert (weight.grad is None) == hooked and net["used"].bias.grad is not None
+    assert gradients.sums[weight].any() != hooked
+
+
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_a_gradient_that_is_one_number_for_all_elements_can_be_written_to(xla, accumulates):
     """torch_xla leaves the gradient of a sum a view of one number, and adds up what is written to its parts."""

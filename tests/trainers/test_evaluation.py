@@ -121,6 +121,31 @@ def test_best_model_is_kept_and_loaded(runs):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(best, rel=1e-6)
 
 
+class OtherWeights(torch.optim.SGD):
+    """As those without a schedule: evaluations are of other weights than are trained."""
+
+    size = 1
+
+    def eval(self):
+        self._be(2)
+
+    def train(self):
+        self._be(1)
+
+    @torch.no_grad()
+    def _be(self, size):
+        if size != self.size:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.mul_(size / self.size)
+            self.size = size
+
+
+def test_an_optimizer_whose_weights_for_evaluation_are_others(runs, same_logs):
+    config = dict(max_steps=6, eval_strategy="steps", eval_steps=2)
+    kwargs = {"optimizer_cls_and_kwargs": (OtherWeights, {"lr": 1e-3})}
+    same_logs(runs.ours(kwargs=kwargs, **config), runs.stock(kwargs=kwargs, **config))
+
+
 # ---- The general trainer ----
 
 

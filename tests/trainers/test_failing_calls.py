@@ -75,3 +75,17 @@ def test_a_step_that_lost_its_weights_names_the_checkpoint(runs, monkeypatch, sa
     again = runs.ours(train=False, config_cls=TPUSFTConfig, **CONFIG, save_strategy="steps", save_steps=2)
     again.train(resume_from_checkpoint=str(newest))
     assert again.state.global_step == 6
+
+
+@pytest.mark.parametrize("time", [2, 7], ids=["traced", "replayed"])
+def test_layers_that_run_as_a_loop_are_taken_apart_where_their_weights_are_lost(runs, two_layers, monkeypatch, time):
+    """Each gets its part of weights that are gone; the cause is told, and the process can train on."""
+    config = {**CONFIG, "gradient_checkpointing": True, "scan_layers": "on"}
+    trainer = runs.ours(train=False, config_cls=TPUSFTConfig, **config)
+    with monkeypatch.context() as patch:
+        plant(patch, "_run_cached_graph", time, before=False)
+        with pytest.raises(StateLost, match="INTERNAL: on purpose"):
+            trainer.train()
+    weight = trainer.model.model.layers[0].self_attn.q_proj.weight
+    assert trainer.backend.fetch(weight).shape == (64, 32)
+    assert runs.ours(config_cls=TPUSFTConfig, **config).state.global_step == 6

@@ -2,8 +2,8 @@
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -45,11 +45,6 @@ class TorchTPUInsight(Insight):
     def __init__(self):
         #: Transfers from the device that the trainers asked for.
         self.reads = 0
-
-    @contextmanager
-    def own_reads(self) -> Iterator[None]:
-        self.reads += 1
-        yield
 
 
 class TorchTPULoops(Loops):
@@ -225,8 +220,8 @@ class TorchTPUBackend(Backend):
         def read_later(tensor: torch.Tensor) -> Any:
             return stream_tensor(tensor, self._to_host) if is_split(tensor) else self._to_host(tensor)
 
-        with self.insight.own_reads():
-            return map_tensors(read_later, data)
+        self.insight.reads += 1
+        return map_tensors(read_later, data)
 
     # ---- Steps ----
 
@@ -245,8 +240,8 @@ class TorchTPUBackend(Backend):
                 host_tensors[id(tensor)] = self._to_host(tensor)
             return host_tensors[id(tensor)]
 
-        with self.insight.own_reads():
-            return map_tensors(read, data)
+        self.insight.reads += 1
+        return map_tensors(read, data)
 
     def separate(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return list(torch.ops.tpu._optimization_barrier(tensors))

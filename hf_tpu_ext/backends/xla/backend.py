@@ -129,9 +129,12 @@ class XLABackend(Backend):
         return [] if self._pjrt_device == "CPU" or runtime_started() else enable_hugepages()
 
     def use_chips(self, num_chips: int | None, setting: str) -> None:
-        hosts = (
-            xr.process_count() if runtime_started() else 1 if num_chips is None else hosts_of_slice(self._pjrt_device)
-        )
+        hosts = 1
+        if runtime_started():
+            hosts = xr.process_count()
+        elif num_chips is not None:
+            # Only then: off Google Cloud the answer takes a while.
+            hosts = hosts_of_slice(self._pjrt_device)
         if num_chips is not None and hosts > 1:
             raise UserError(
                 f"{setting}={num_chips}, but this machine is one of {hosts} hosts of a slice, whose chips train together. "

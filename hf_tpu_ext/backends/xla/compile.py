@@ -188,8 +188,7 @@ class Trace:
 
     def drop(self, graph: Traced) -> None:
         """Forget what was traced."""
-        for tensor in graph.results:
-            tensor.data = self._backend.send(torch.zeros(0, dtype=tensor.dtype))
+        graphs.give_values(graph.results)
         self.undo()
 
     def why_traced(self, draws_on_host: bool) -> str | None:
@@ -337,7 +336,6 @@ class XLACompiledFunction(CompiledFunction):
                 raise CannotReplay(reason)
             call.end(execute=partial(self._run_first, key, earlier, graph, state, call.tensors))
         except StateLost:
-            # Nothing that is still to be computed may hold on to buffers that are gone: the next program would fail.
             trace.drop(graph)
             raise
         except CannotReplay as error:
@@ -394,7 +392,9 @@ class XLACompiledFunction(CompiledFunction):
     def _raise_after(self, error: Exception, executable: Executable, state: Sequence[torch.Tensor]) -> NoReturn:
         """Raise `CannotReplay` for a program that failed where the state still has its values, else `StateLost`."""
         what = f"{type(error).__name__}: {error}"
-        if not graphs.are_intact([state[place] for place in executable.written_places]):
+        written = [state[place] for place in executable.written_places]
+        if not graphs.are_intact(written):
+            graphs.give_values(written)
             raise StateLost(
                 f"A compiled step failed after it was given the buffers of the weights, whose values are gone. {what}"
             ) from error

@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any, TypeVar
@@ -204,6 +204,15 @@ def are_intact(tensors: Sequence[torch.Tensor]) -> bool:
             xm.wait_device_ops()
         return False
     return True
+
+
+def give_values(tensors: Iterable[torch.Tensor]) -> None:
+    """
+    Give tensors whose buffers are gone others: NaN, or 0. What ends the run may still compute with them, as the loop of layers does, which
+    gives each layer its part back, and nothing that is still to be computed may hold on to what is gone.
+    """
+    for tensor in tensors:
+        tensor.data = torch.full_like(tensor, torch.nan if tensor.is_floating_point() else 0)
 
 
 def buffer_of(tensor: torch.Tensor) -> int | None:

@@ -74,7 +74,8 @@ class XLARealCopies(TorchFunctionMode, RealCopies):
         if func in _COPIES_IN_PLACE:
             # A 0, 1 or -1 of the host is to be computed, as a constant, though no operator has made a tensor for it.
             pending.note(none=False)
-            args = (args[0], tree_map_only(torch.Tensor, _real_copy, args[1]), *args[2:])
+            source, kwargs = tree_map_only(torch.Tensor, _real_copy, (args[1:], kwargs or {}))
+            args = (*args[:1], *source)
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor):
             results = _on_device([result])

@@ -141,7 +141,7 @@ class RewardedMixin(RolloutMixin):
             # For the last part to be the same program: each row is by itself.
             part = {key: torch.cat([value, value[-1:].expand(missing, -1)]) for key, value in part.items()}
             seed, whole = {"seed": self.seeds.beside(start)}, rows_per_pass % self.backend.num_chips != 0
-            with self.copies.not_made():
+            with self.copies.unwatched():
                 values.append(compiled(self._send_rows(part, rows_per_pass, seed, whole), run))
         return torch.cat(self.backend.fetch(values))[:rows]
 

@@ -159,7 +159,7 @@ class ReferenceLogProbsMixin:
         for batch in loader:
             self.check_ranges(batch)
             data = {**batch, **self.data_by_length(batch)}
-            with self.copies.not_made():
+            with self.copies.unwatched():
                 seed = {"seed": self.seeds.beside(len(log_probs))}
                 log_probs.append(compute(self._send_rows(data, count_rows(batch), seed), run))
             bar.update(min(rows, len(part) - rows * (len(log_probs) - 1)))

@@ -201,7 +201,8 @@ class Chips:
 
     def keep_rows_per_step(self, state: dict[str, Any]) -> None:
         """
-        Continue a checkpoint, which keeps `state`, with the global batch size that it was written with: change the arguments.
+        Change the arguments so that a run that resumes keeps the global batch size of its checkpoint, whose `state` is what
+        `batch_state` gave.
 
         On another number of chips the same recipe means another batch, and so another trajectory. If that is all that
         has changed, accumulation makes up for it, or else the rows of a chip, or both. If the recipe asks for other rows,

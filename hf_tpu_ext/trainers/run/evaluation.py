@@ -104,7 +104,7 @@ class CompiledEvaluation:
         if (compiled := self.programs.of_run.get(_BATCHES)) is None:
             compiled = self.programs.of_run[_BATCHES] = self._compile_batches()
         self._trace_batch = trace
-        with self.copies.not_made():
+        with self.copies.unwatched():
             data["seed"] = self.seeds.beside(next(self._batch_numbers))
             data["of_evaluation"] = self.evaluation_data()
             return compiled(self.send_batch(inputs, data), end, kind=kind)
@@ -154,7 +154,7 @@ class CompiledEvaluation:
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **kwargs):
         if not self.backend.metrics_on_device or prediction_loss_only:
             writes = self.predicted_text is not None and not prediction_loss_only
-            with self.copies.not_made(), self._loss_in_prediction(inputs):
+            with self.copies.unwatched(), self._loss_in_prediction(inputs):
                 result = super().prediction_step(model, inputs, prediction_loss_only or writes, ignore_keys, **kwargs)
             if not writes:
                 return result
@@ -177,7 +177,7 @@ class CompiledEvaluation:
         return Prediction(result, self._times_counted(inputs), find_batch_size(inputs), computed_rows, columns)
 
     def _trace_prediction(self, model, inputs, ignore_keys, **kwargs) -> tuple[Any, Any, Any]:
-        with self.copies.not_made(), self._loss_in_prediction(inputs):
+        with self.copies.unwatched(), self._loss_in_prediction(inputs):
             loss_only = self.predicted_text is not None
             loss, logits, labels = super().prediction_step(model, inputs, loss_only, ignore_keys, **kwargs)
         if self._preprocess_on_device is not None:
@@ -236,6 +236,9 @@ class CompiledEvaluation:
         """Upstream's evaluation of the loss alone, which is read once."""
         model = self._wrap_model(self.model, training=False)
         model.eval()
+        if callable(getattr(self.optimizer, "eval", None)):
+            # As upstream: a schedule-free optimizer evaluates other weights than it trains.
+            self.optimizer.eval()
         self.callback_handler.eval_dataloader = dataloader
         sums = DeviceSums(self.backend, floats=("loss", "rows"), integers=("losses",))
         num_samples = 0

@@ -196,8 +196,8 @@ class LayerScan:
             loops = self._last = [loop for model in models if (loop := self._find_forward_loop(model)) is not None]
         with weights or nullcontext(), temporarily(self, _forward=loops), ExitStack() as stack:
             for loop in loops if is_outermost else ():
-                loop.put()
                 stack.callback(loop.take_out)
+                loop.put()
             yield
 
     def _find_forward_loop(self, model: nn.Module) -> _Loop | None:

@@ -189,8 +189,8 @@ class WeightCopies:
         self._backend = backend
         #: Entered during runs with code of the user's between steps, where programs are compiled.
         self.context = backend.programs.real_copies() if backend.traces_steps else None
-        #: Makes a context of code that runs thousands of operators and keeps nothing.
-        self.not_made: Callable[[], AbstractContextManager] = nullcontext
+        #: Makes a context of code that keeps no copy of a weight and calls thousands of operators: copies are not watched in it.
+        self.unwatched: Callable[[], AbstractContextManager] = nullcontext
 
     @contextmanager
     def real(self, objects: Iterable[object], functions: Iterable[Callable | None]) -> Iterator[None]:
@@ -205,7 +205,7 @@ class WeightCopies:
         if self.context is None or never:
             yield
             return
-        with temporarily(self, not_made=self.context.suspend), self.context:
+        with temporarily(self, unwatched=self.context.suspend), self.context:
             yield
 
     def separate(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

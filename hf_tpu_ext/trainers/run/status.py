@@ -83,8 +83,7 @@ class StatusMixin:
                 return "step"
             return "replay" if self.steps.replays else "trace"
 
-        over_processes = self.backend.processes.total if self.backend.processes.own_rows else None
-        self.status = StepStatus(self.backend, kind_of_step, self._flops_of_batch(), over_processes)
+        self.status = StepStatus(self.backend, kind_of_step, self._flops_of_batch())
         self.add_callback(self.status)
 
     def keep_record(self, args: TrainingArguments, lines: RunLines) -> None:
@@ -127,7 +126,7 @@ class StatusMixin:
 
     def _take_train_metrics(self, grad_norm: torch.Tensor | float | None = None) -> dict[str, float]:
         """Read the loss, the gradient norm if there is one, and the metrics, all in one transfer, and begin their sums anew."""
-        with self.phase("device"), self.copies.not_made():
+        with self.phase("device"), self.copies.unwatched():
             host_values = self.backend.fetch(
                 {"grad_norm": grad_norm, "loss": self.loss_log.tensors, "metrics": self.logged_metrics("train")},
                 self.begin_read,
@@ -307,7 +306,7 @@ class StatusMixin:
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         if self.status is not None:
             self.status.end_step()
-        with self.phase("data"), self.copies.not_made():
+        with self.phase("data"), self.copies.unwatched():
             return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def _maybe_log_save_evaluate(
@@ -354,7 +353,7 @@ class StatusMixin:
         pending = self.is_in_train and self.state.global_step > self._globalstep_last_logged
         if pending and self.model.training and self.backend.metrics_on_device:
             # Called by a callback: upstream shows the metrics so far, and begins anew.
-            with self.copies.not_made():
+            with self.copies.unwatched():
                 self.take_metrics("train", self.backend.fetch(self.logged_metrics("train"), self.begin_read))
         with self.phase("log"):
             super().log(all_logs, start_time)

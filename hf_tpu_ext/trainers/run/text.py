@@ -78,7 +78,7 @@ class TextGeneration:
                     self._model, self._backend, self._config, lengths, self._end, self._compile
                 )
             self.generator = generators[key]
-            with trainer.copies.not_made():
+            with trainer.copies.unwatched():
                 return self.generator.generate(prompts, seed, copies)
 
     def _generate_eagerly(self, prompts: Sequence[Sequence[int]], seed: int | None) -> Generated:

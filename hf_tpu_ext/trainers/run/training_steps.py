@@ -135,7 +135,7 @@ class TrainingSteps(TrainerCallback):
         Run a micro-step, all of it or its first stages. `numbers` are on the host, and `sync_gradients` says whether it is the last of an
         optimizer step. Returned is what upstream adds to the loss that it would log: 0 where [`LossLog`] keeps the loss.
         """
-        with self._copies.not_made():
+        with self._copies.unwatched():
             if self.gradients.are_shown:
                 self.gradients.take_back()
             self._follow_user_code()

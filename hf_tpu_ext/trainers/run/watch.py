@@ -179,7 +179,7 @@ def _describe_optimizer(
     for index, group in enumerate(groups):
         for name, value in group.items():
             label = name if len(groups) == 1 else f"{name} of group {index}"
-            if are_sent and name in ("lr", "weight_decay", "initial_lr"):
+            if are_sent and name in ("lr", "weight_decay"):
                 # These are sent as data; without weight decay, the step has no such operation.
                 value = ("not 0" if value else "0") if name == "weight_decay" else None
             elif isinstance(value, float):
