@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 
 import forked
@@ -39,11 +40,13 @@ def start_slice(tiny_model, tmp_path_factory):
             common |= {"SLICE_PLUGIN": str(real), "SLICE_SHIM": str(shim), "SLICE_HOSTS": host_of_device}
             common |= {"SLICE_SOCKET": str(directory / "socket"), "HF_TPU_EXT_HOSTS": f"localhost:{free_port()}"}
             hosts = [{"SLICE_HOST": host} for host in sorted(set(devices))]
+        # The switch is read while an interpreter starts.
+        popen = subprocess.Popen if "HF_TPU_EXT" in environment else forked.Popen
         processes = []
         for index, own in enumerate(hosts):
             log = open(directory / f"{name}.log.{index}", "w")
             command = [sys.executable, str(driver), *(given if arguments is None else arguments)]
-            processes.append(forked.Popen(command, env={**common, **own}, stdout=log, stderr=log))
+            processes.append(popen(command, env={**common, **own}, stdout=log, stderr=log))
         slice_ = Slice(processes, directory, name)
         started.append(slice_)
         return slice_
