@@ -57,6 +57,12 @@ _MEANT = {
     **dict.fromkeys(("qlora", "use_qlora"), "'use_peft' and 'load_in_4bit'"),
     "lr": "'learning_rate'",
     "epochs": "'num_train_epochs'",
+    # Of other tools.
+    "micro_batch_size": "'per_device_train_batch_size'",
+    **dict.fromkeys(("sequence_len", "seq_len"), "'max_length'"),
+    "preprocessing_num_workers": "'dataset_num_proc'",
+    "dataset_mixer": "'datasets', a list such as [{path: trl-lib/Capybara}]",
+    "chat_template": "'chat_template_path', the file that the template is in, such as template.jinja",
     # Of earlier releases of TRL, where another command than GRPO's has them.
     **dict.fromkeys(
         ("max_prompt_length", "max_completion_length"), "'max_length', which counts prompt and completion"
@@ -78,12 +84,13 @@ _MEANT = {
         ("use_reentrant", "gradient_checkpointing_use_reentrant"), "'gradient_checkpointing_kwargs', which has it"
     ),
 }
-# Keys of earlier releases of transformers and TRL that have nothing in their place, and most of which said what is the default by now.
+# Keys of earlier releases of transformers and TRL, and of other tools, that have nothing in their place: most said what is the default by
+# now.
 _GONE = set(
     "overwrite_output_dir save_safetensors logging_dir use_mps_device use_ipex jit_mode_eval include_tokens_per_second past_index ray_scope "
     "mp_parameters half_precision_backend fp16_backend fp16_opt_level torchdynamo tpu_metrics_debug use_legacy_prediction_loop "
     "dataset_batch_size num_of_sequences chars_per_token label_pad_token_id padding_value is_encoder_decoder generate_during_eval "
-    "reference_free force_use_ref_model model_adapter_name ref_adapter_name use_logits_to_keep".split()
+    "tokenizer_name_or_path reference_free force_use_ref_model model_adapter_name ref_adapter_name use_logits_to_keep".split()
 )
 
 
@@ -124,7 +131,7 @@ def refuse_unknown(
         where = f"in {recipe.path}" if values is recipe.file else "on the command line"
         hint = f"Did you mean {meant}?" if meant else f"`{f'{prog} --help'.strip()}` lists the keys."
         if key in _GONE:
-            hint = "It was a key of earlier releases of transformers or TRL: leave it out."
+            hint = "It is a key of earlier releases of transformers or TRL, or of another tool: leave it out."
         lines.append(f"unknown key {key!r} {where}. {hint}")
     if lines:
         raise UserError("\n".join(lines))
@@ -227,6 +234,11 @@ def check_paths(recipe: Recipe, reads_data: bool = True) -> None:
         elif isinstance(entry, dict) and not {"data_files", "data_dir"} & entry.keys():
             values.append(("datasets", entry.get("path")))
     for key, value in values:
+        if key == "chat_template_path" and isinstance(value, str) and "{" in value:
+            raise UserError(
+                f"{recipe.where(key)}: {key} is a template, and no path. Write it to a file, for example template.jinja, and set "
+                "chat_template_path: template.jinja"
+            )
         if key in _OF_DATA and isinstance(value, str) and os.path.isfile(value):
             _refuse_file(recipe, key, value)
         if key == "model_name_or_path" and isinstance(value, str) and (reason := why_no_tokenizer(value)) is not None:

@@ -1,5 +1,6 @@
 """Settings that only this package knows. All optional: a plain `SFTConfig` or `TrainingArguments` works as well."""
 
+import os
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from inspect import formatannotation
@@ -213,9 +214,14 @@ class ExtensionArguments:
             # YAML reads an unquoted off as false.
             self.compile_cache_dir = "auto" if self.compile_cache_dir else "off"
         self._check_choices()
-        # Upstream refuses it without a GPU, and a recipe for GPUs has it. A line at the start of the run says that it has no effect.
-        only_for_gpus = {"tf32": None} if self.tf32 and not backend.runs_gpu_kernels else {}
-        with temporarily(self, **only_for_gpus):
+        # Upstream refuses the one without a GPU, and the other in one process; a recipe for GPUs has both. A line at the start of the run
+        # says that they have no effect.
+        unused = {}
+        if self.tf32 and not backend.runs_gpu_kernels:
+            unused["tf32"] = None
+        if "WORLD_SIZE" not in os.environ:
+            unused["ddp_backend"] = None
+        with temporarily(self, **unused):
             super().__post_init__()
 
     def _check_choices(self) -> None:

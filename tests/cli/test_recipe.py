@@ -91,7 +91,7 @@ def test_values(parse, text, argv, key, value):
         (
             "overwrite_output_dir: true",
             [],
-            "unknown key 'overwrite_output_dir' in {path}. It was a key of earlier releases of transformers or TRL: leave it out.",
+            "unknown key 'overwrite_output_dir' in {path}. It is a key of earlier releases of transformers or TRL, or of another tool: leave it ",
         ),
         ("", ["--torch_dtype", "bfloat16"], "on the command line. Did you mean 'dtype'?"),
         ("", ["--confg", "x"], "unknown key 'confg' on the command line. Did you mean 'config'?"),

@@ -72,6 +72,19 @@ def test_keys_that_are_called_otherwise_and_keys_that_are_gone():
     assert {"learning_rate", "dtype"} <= fields and not recipe_checks._GONE & (fields | recipe_checks._MEANT.keys())
 
 
+def test_a_template_in_the_place_of_its_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "template.jinja").touch()
+
+    def check(template):
+        check_paths(Recipe(path="recipe.yaml", file={"chat_template_path": template}))
+
+    assert "chat_template_path is a template, and no path." in refusal(
+        check, {"template": "{% for message in messages %}"}
+    )
+    check("template.jinja")
+
+
 def test_a_recipe_that_is_not_to_train():
     check_training(Recipe(file={"do_train": "true", "do_eval": "true"}))
     with pytest.raises(

@@ -171,3 +171,11 @@ def test_modules_that_the_command_line_hooks_into():
     for command, trainer in TRAINERS.items():
         module = f"trl.trainer.{command}_trainer"
         assert getattr(trl, trainer).__module__ == module, "cli/autoload.py swaps it where it is defined"
+
+
+def test_optimizers_of_bitsandbytes():
+    trainer_optimizer = pytest.importorskip("transformers.trainer_optimizer", reason="the module is newer")
+    begin = adaptations._OF_BITSANDBYTES
+    assert {name for name in OptimizerNames if name.value.startswith(begin)} == {
+        *trainer_optimizer._BITSANDBYTES_OPTIMIZERS
+    }

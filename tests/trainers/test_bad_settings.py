@@ -19,6 +19,7 @@ from trl import RewardConfig, SFTConfig, SFTTrainer
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
 from hf_tpu_ext.backends import select_backend
+from hf_tpu_ext.trainers.checks import adaptations
 from hf_tpu_ext.trainers.checks.field_answers import Place, split_by
 from hf_tpu_ext.trainers.checks.fields import adapt
 from hf_tpu_ext.trainers.checks.settings import check_architecture, check_processes, check_recipe
@@ -281,6 +282,7 @@ def test_a_recipe_for_gpus_trains_without_one(runs, xla, same_logs, backend, on)
     config = dict(config_cls=TPUSFTConfig, model=str(runs.model_dir), backend=backend or xla.name, max_steps=2)
     for_gpus = dict(
         tf32=True,
+        ddp_backend="nccl",
         use_liger_kernel=True,
         activation_offloading=True,
         model_init_kwargs={"attn_implementation": "kernels-community/flash-attn2"},
@@ -292,10 +294,20 @@ def test_a_recipe_for_gpus_trains_without_one(runs, xla, same_logs, backend, on)
         select_backend(xla.name)
     same_logs(ours, plain, rel=0)
     told = " ".join(ours.adapted.changes)
-    for words in ("tf32 has", "use_liger_kernel has", "activation_offloading has"):
+    for words in ("tf32 has", "use_liger_kernel has", "activation_offloading has", "ddp_backend=nccl has"):
         assert f"{words} no effect{on}: " in told
     assert "attn_implementation=kernels-community/flash-attn2 is replaced by" in told
     assert ours.args.tf32 is None
+
+
+@pytest.mark.parametrize("optim", ["adamw_bnb_8bit", "paged_adamw_32bit", "lion_8bit"])
+def test_an_optimizer_of_a_package_that_is_missing(runs, monkeypatch, optim):
+    """Before the model and the data are loaded. On XLA another one takes its place, or it is refused."""
+    monkeypatch.setattr(adaptations, "find_spec", lambda name: None)
+    check = lambda **settings: adapt(runs.config(**settings), Place("cpu", static_shapes=False))  # noqa: E731
+    assert f"optim='{optim}' is of bitsandbytes" in refusal(check, dict(optim=optim))
+    assert_fixes(check, dict(optim=optim), "Or set optim='adamw_torch'")
+    check(optim="adamw_torch_8bit")
 
 
 def test_an_unknown_compile_step(tmp_path):

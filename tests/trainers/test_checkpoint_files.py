@@ -186,7 +186,8 @@ WEIGHTS = {
 def test_the_model_that_a_run_has_saved_goes_with_it(tmp_path, names, caplog):
     """It would be taken for the new one until that is saved, and then be replaced."""
     logging.getLogger("hf_tpu_ext").propagate = True
-    mine = ["README.md", "notes.txt", "data.json"]
+    # The card of a LoRA run would be that of the full model after it.
+    names, mine = [*names, "README.md"], ["notes.txt", "data.json"]
     for name in [*names, *mine]:
         (tmp_path / name).write_text(name)
     checkpoint = write_checkpoint(tmp_path, 2)

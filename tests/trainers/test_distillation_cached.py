@@ -113,3 +113,5 @@ def test_a_cache_of_the_student_itself_and_what_the_start_says(runs, distil, mak
     distil(kd_cache=made, kd_teacher=str(runs.model_dir), kd_temperature=2.0, max_steps=1, lora={})
     out = capsys.readouterr().out
     assert "its top 32 tokens" in out and "of its mass at temperature 2" in out and "all tokens" not in out
+    distil(kd_cache=made, kd_teacher=str(runs.model_dir), kd_temperature=2.0, kd_top_k=16, max_steps=1, lora={})
+    assert "its top 16 tokens of 32 at temperature 2" in capsys.readouterr().out

@@ -36,7 +36,7 @@ _OF_ADAPTER = (ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_N
 # What is saved beside them, to load them with.
 _BESIDE = re.compile(
     r"(config|generation_config|tokenizer\w*|special_tokens_map|added_tokens|vocab|merges|spiece|chat_template|\w*processor_config"
-    r"|training_args)\.(json|jinja|txt|model|bin)"
+    r"|training_args|README)\.(json|jinja|txt|model|bin|md)"
 )
 # What safetensors, tokenizers and PyTorch make of an `OSError` in their own code.
 _DISK_ERRORS = ("os error", "I/O error", "PytorchStreamWriter", "inline_container")

@@ -1,6 +1,7 @@
 """Fields whose equivalent on XLA is more than another value: what becomes of them."""
 
 import os
+from importlib.util import find_spec
 
 import torch
 from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
@@ -27,6 +28,8 @@ FULL_STATE_NAMES = {
     OptimizerNames.RMSPROP_8BIT: OptimizerNames.RMSPROP,
     OptimizerNames.RMSPROP_32BIT: OptimizerNames.RMSPROP,
 }
+# How the names begin of what upstream takes from bitsandbytes.
+_OF_BITSANDBYTES = ("adamw_bnb", "adamw_8bit", "paged_", "lion_", "ademamix", "rmsprop_bnb")
 _NAMES_OF_CLASSES = {OptimizerNames.ADAMW_TORCH: "AdamW", OptimizerNames.RMSPROP: "RMSprop"}
 #: AdamW in its several implementations: all become [`LazyAdamW`].
 ADAMW_NAMES = {OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED, OptimizerNames.ADAMW_TORCH_XLA}
@@ -216,6 +219,12 @@ def check_split_batches(run: Run) -> None:
             f"{args.per_device_train_batch_size} rows. Leave it out, and divide per_device_train_batch_size and "
             f"per_device_eval_batch_size by {args.world_size}, for the rows of one process."
         )
+
+
+def lacks_bitsandbytes(optim: str, run: Run) -> bool:
+    """Whether upstream takes an optimizer from bitsandbytes, and would miss it only when the model and the data are loaded."""
+    is_of_it = OptimizerNames(optim).value.startswith(_OF_BITSANDBYTES)
+    return is_of_it and not run.place.static_shapes and find_spec("bitsandbytes") is None
 
 
 def check_integrations(run: Run) -> None:

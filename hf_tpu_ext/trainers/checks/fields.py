@@ -4,6 +4,7 @@ The checks before a run, the lines at its start and docs/configuration.md are ma
 """
 
 import copy
+import os
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
@@ -231,6 +232,12 @@ REFUSED_ANYWHERE = at(
         adapt=adaptations.check_split_batches,
     ),
     refusal(
+        "optim",
+        "is of bitsandbytes, which is not installed: pip install bitsandbytes. Or set optim='adamw_torch'.",
+        values="of bitsandbytes, on CUDA and CPU without it",
+        when=adaptations.lacks_bitsandbytes,
+    ),
+    refusal(
         "report_to",
         "names a service whose package is not installed; the message says which to install.",
         values="without its package",
@@ -365,6 +372,10 @@ WITHOUT_EFFECT = (
     without_effect(
         "ddp_backend ddp_timeout ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph local_rank",
         "the program of a step adds up the gradients of all chips",
+    ),
+    *at(
+        lambda place: not place.static_shapes and "WORLD_SIZE" not in os.environ,
+        without_effect("ddp_backend", "there is one process", values="in one process", becomes=None),
     ),
     without_effect("dataloader_pin_memory", "pinned memory is for CUDA", when=_never, becomes=False),
     *at(lambda place: True, without_effect("enable_jit_checkpoint", "a signal to stop saves in any case")),

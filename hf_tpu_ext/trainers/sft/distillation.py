@@ -120,9 +120,10 @@ class DistillationMixin:
         top_k = manifest.top_k if args.kd_top_k is None else args.kd_top_k
         self.data_collator = partial(collate_with_teacher, self.data_collator, cache, args.kd_temperature, top_k)
         coverage = manifest.coverage[manifest.temperatures.index(args.kd_temperature)]
+        # How much the top K hold is known of those that are cached alone.
+        share = f", {coverage:.1%} of its mass" if top_k == manifest.top_k else f" of {manifest.top_k}"
         self.adapted.changes.append(
-            f"teacher {manifest.teacher} from {args.kd_cache}: its top {top_k} tokens, "
-            f"{coverage:.1%} of its mass at temperature {args.kd_temperature:g}"
+            f"teacher {manifest.teacher} from {args.kd_cache}: its top {top_k} tokens{share} at temperature {args.kd_temperature:g}"
         )
         self.adapted.changes.extend(warnings)
 
