@@ -22,7 +22,7 @@ def write_atomically(path: str | Path, data: bytes | str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except OSError:
+    except BaseException:
         # The disk may be gone altogether.
         with suppress(OSError):
             partial.unlink()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration, e.g. `"2.3 ms"`, `"12.0 s"`, `"3 min 5 s"`, `"2 h 10 min"`."""
+    """A duration, e.g. `"2.3 ms"`, `"12 s"`, `"3 min 5 s"`, `"2 h 10 min"`."""
     if seconds < 0.9995:
         return f"{1000 * seconds:.3g} ms"
     if seconds < 99.95:
@@ -70,7 +70,7 @@ def count_each(texts: Iterable[str], most: int = 3) -> str:
 
 def name_of_any_layer(name: str) -> str:
     """The name of a parameter without the number of its layer, e.g. `"model.layers.*.mlp.up_proj.weight"`."""
-    return re.sub(r"\.\d+\.", ".*.", name)
+    return re.sub(r"\.\d+(?=\.)", ".*", name)
 
 
 def dtype_name(dtype: object) -> str:

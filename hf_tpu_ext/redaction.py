@@ -13,7 +13,7 @@ _SECRET = re.compile(
 )
 # The credentials in `https://user:password@host`, and tokens that say themselves what they are.
 _IN_TEXT = re.compile(
-    r"(?<=://)[^/\s@]+(?=@)|\bhf_[A-Za-z0-9]{20,}\b|\bsk-[A-Za-z0-9_-]{20,}|\bgh[pousr]_[A-Za-z0-9]{20,}|\bBearer \S+"
+    r"(?<=://)[^/?#\s]+(?=@)|\bhf_[A-Za-z0-9]{20,}\b|\bsk-[A-Za-z0-9_-]{20,}|\bgh[pousr]_[A-Za-z0-9]{20,}|\bBearer \S+"
 )
 
 # What is in the query of a URL, by its name there: keys, and the signatures of signed URLs.

@@ -22,6 +22,7 @@ def test_secrets_are_found_by_their_names_however_deep():
     assert redact(secrets)["hub_token"] == "<HUB_TOKEN>"
     assert redact(secrets)["dataset"] == "https://<REDACTED>@example.com/data.jsonl"
     assert secrets["model_init_kwargs"]["token"] == "s3cr3t"
+    assert redact({"dataset": "postgres://me:pa@ss@host/db"})["dataset"] == "postgres://<REDACTED>@host/db"
 
 
 @pytest.mark.parametrize("token", ["hf_" + "aB3" * 10, "sk-" + "a" * 30, "ghp_" + "0a" * 15, "Bearer abc.def"])

@@ -220,8 +220,15 @@ def pad_columns(batch: Mapping[str, Any], length: int, pad_token_id: int) -> dic
 
 
 def count_rows(batch: Mapping[str, Any]) -> int:
-    """Number of rows of a batch, which its first tensor tells."""
-    return next(value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.ndim)
+    """Number of rows of a batch, which its first tensor tells. Raises `ValueError` where it has none."""
+    rows = next((value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.ndim), None)
+    if rows is None:
+        # The end of an iterator would be taken for that of the data.
+        raise UserError(
+            f"The data collator gives no tensors ({', '.join(map(str, batch))}). Have it return those of PyTorch, for example with "
+            "return_tensors='pt'."
+        )
+    return rows
 
 
 def pad_rows(batch: Mapping[str, Any], batch_size: int, pad_token_id: int) -> Mapping[str, Any]:

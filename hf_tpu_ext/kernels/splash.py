@@ -8,9 +8,11 @@ import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 from ..atomic_write import write_atomically
+from ..installing import install_command
 from .versions import find_wrong_versions, required_versions
 
 
@@ -52,7 +54,11 @@ class SplashAttention:
 @cache
 def why_not_lowered() -> str | None:
     """Why this environment cannot lower kernels, and what to type; `None` if it can."""
-    if not (wrong := find_wrong_versions(*_PACKAGES)):
+    try:
+        wrong = find_wrong_versions(*_PACKAGES)
+    except PackageNotFoundError:
+        return f"the versions that kernels need are not known, since hf_tpu_ext is not installed: {install_command('tpu')}"
+    if not wrong:
         return None
     packages = " ".join(f"{name}=={version}" for name, version in required_versions(*_PACKAGES).items())
     return f"{', '.join(wrong)}, and kernels need: pip install {packages}"

@@ -149,12 +149,18 @@ def _count_periods(kinds: list[int], period: int) -> int:
 
 def why_no_loop(layers: Sequence[nn.Module], hook: Callable | None = None) -> str | None:
     """Why layers cannot run as a loop, whatever repeats. The forward `hook` may be on all of them."""
+    owners: dict[int, str] = {}
     for index, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters(remove_duplicate=False):
+            place = f"{name} of layer {index}"
+            if owners.setdefault(id(parameter), place) is not place:
+                return f"{place} is also {owners[id(parameter)]}"
         for name, module in layer.named_modules():
             hooks = [
                 *module._forward_hooks.values(),
                 *module._forward_pre_hooks.values(),
                 *module._backward_hooks.values(),
+                *module._backward_pre_hooks.values(),
             ]
             if any(other != hook and other.__module__ != _CAPTURES for other in hooks):
                 return f"a hook is registered on {name or 'the whole'} of layer {index}"

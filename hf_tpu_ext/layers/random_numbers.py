@@ -52,6 +52,8 @@ def _portion(bits: Tensor) -> Tensor:
 
 # Odd, as those for rows and columns: another multiplier of MurmurHash3.
 _BY_DRAW = 0xC2B2AE35 - 2**32
+# How many binary digits of a number from 0 to 1 a dtype holds, where these are fewer than those of float32.
+_BITS = {torch.bfloat16: 8, torch.float16: 11}
 _LARGEST = 2**31
 
 
@@ -179,9 +181,10 @@ class RandomNumbers(AbstractContextManager):
         words = scramble(scramble(self.next_seed() + rows * BY_ROW) + (columns + 1) * BY_COLUMN) & 0x7FFFFFFF
         return words.expand(shape or (1,)).reshape(tuple(shape))
 
-    def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Numbers from 0, inclusively, to 1, in float32, which holds all of their 24 bits."""
-        return (self.bits(shape, device) & 0x7FFFFF80).float() * 2.0**-31
+    def uniform(self, shape: Sequence[int], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Numbers from 0, inclusively, to 1, in float32, of no more bits than a `dtype` holds: none of them is rounded to 1."""
+        unused = 31 - _BITS.get(dtype, 24)
+        return (self.bits(shape, device) & (0x7FFFFFFF >> unused << unused)).float() * 2.0**-31
 
     def normal(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Numbers of the normal distribution with mean 0 and variance 1, in float32."""
@@ -250,6 +253,10 @@ def _attention(
     return numbers.drop(scores.softmax(-1), dropout_p) @ value
 
 
+def _torch_dropout(numbers: RandomNumbers, func: Callable, input: Tensor, p: float, train: bool):
+    return _dropout(numbers, functional.dropout, input, p, train)
+
+
 def _dropout_(numbers: RandomNumbers, func: Callable, input: Tensor, p: float, train: bool):
     return _dropout(numbers, functional.dropout, input, p, train, inplace=True)
 
@@ -260,35 +267,33 @@ def _fill(make: Callable[..., Tensor]) -> Callable:
     def fill(numbers: RandomNumbers, func: Callable, tensor: Tensor, *args: Any, **kwargs: Any):
         if not _on_device(tensor):
             return func(tensor, *args, **kwargs)
-        kwargs.pop("generator", None)
         # Autograd goes no further back than to here, as with PyTorch's.
         with torch.no_grad():
-            return tensor.copy_(make(numbers, tensor.shape, tensor.device, *args, **kwargs).to(tensor.dtype))
+            return tensor.copy_(make(numbers, tensor, *args, **kwargs).to(tensor.dtype))
 
     return fill
 
 
-def _uniform(numbers, shape, device, a: float = 0.0, b: float = 1.0, *, to: float | None = None) -> Tensor:
-    return numbers.uniform(shape, device) * ((b if to is None else to) - a) + a
+def _uniform(numbers, like: Tensor, a: float = 0.0, b: float = 1.0, *, to: float | None = None) -> Tensor:
+    return numbers.uniform(like.shape, like.device, like.dtype) * ((b if to is None else to) - a) + a
 
 
-def _normal(numbers, shape, device, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    return numbers.normal(shape, device) * std + mean
+def _normal(numbers, like: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
+    return numbers.normal(like.shape, like.device) * std + mean
 
 
-def _exponential(numbers, shape, device, lambd: float = 1.0) -> Tensor:
-    return numbers.exponential(shape, device) / lambd
+def _exponential(numbers, like: Tensor, lambd: float = 1.0) -> Tensor:
+    return numbers.exponential(like.shape, like.device) / lambd
 
 
-def _bernoulli(numbers, shape, device, p: Any = 0.5) -> Tensor:
-    return numbers.uniform(shape, device) < p
+def _bernoulli(numbers, like: Tensor, p: Any = 0.5) -> Tensor:
+    return numbers.uniform(like.shape, like.device) < p
 
 
 def _new(make_empty: Callable, fill: Callable) -> Callable:
     """An operator that makes a tensor, as `make_empty` does with the same arguments."""
 
     def make(numbers: RandomNumbers, func: Callable, *args: Any, **kwargs: Any):
-        kwargs.pop("generator", None)
         needs_gradient = kwargs.pop("requires_grad", False)
         empty = make_empty(*args, **kwargs)
         if not _on_device(empty):
@@ -299,18 +304,16 @@ def _new(make_empty: Callable, fill: Callable) -> Callable:
 
 
 def _integers(numbers: RandomNumbers, like: Tensor, low: int, high: int) -> Tensor:
-    # Of a float, so that all are as likely: a remainder would favour the smaller ones.
-    return (numbers.uniform(like.shape, like.device) * (high - low)).floor().clamp(max=high - low - 1) + low
+    # The high bits of a product, so that all are as likely: a remainder would favour the smaller ones. It holds in 63 bits.
+    places = torch.full((), 31, device=like.device)
+    return torch.bitwise_right_shift(numbers.bits(like.shape, like.device).long() * (high - low), places) + low
 
 
 def _randint(numbers: RandomNumbers, func: Callable, *args: Any, **kwargs: Any):
     options = dict(kwargs)
     *bounds, size = *args, *([options.pop("size")] if "size" in options else [])
-    low, high = (
-        bounds
-        if len(bounds) == 2
-        else (options.pop("low", 0), *bounds, *([options.pop("high")] if not bounds else []))
-    )
+    bounds += [options.pop(name) for name in ("low", "high") if name in options]
+    low, high = bounds if len(bounds) == 2 else (0, *bounds)
     empty = torch.empty(size, **{"dtype": torch.int64, **options})
     if not _on_device(empty):
         return func(*args, **kwargs)
@@ -331,7 +334,7 @@ def _bernoulli_of(numbers: RandomNumbers, func: Callable, input: Tensor, *args: 
     if not _on_device(input):
         return func(input, *args, **kwargs)
     p = args[0] if args else kwargs.get("p", input)
-    return _bernoulli(numbers, input.shape, input.device, p).to(input.dtype)
+    return _bernoulli(numbers, input, p).to(input.dtype)
 
 
 _fill_uniform, _fill_normal = _fill(_uniform), _fill(_normal)
@@ -340,7 +343,7 @@ _fill_uniform, _fill_normal = _fill(_uniform), _fill(_normal)
 DRAWS: list[tuple[Any, str, Callable]] = [
     (functional, "dropout", _dropout),
     (functional, "scaled_dot_product_attention", _attention),
-    (torch, "dropout", _dropout),
+    (torch, "dropout", _torch_dropout),
     (torch, "dropout_", _dropout_),
     (Tensor, "uniform_", _fill_uniform),
     (Tensor, "normal_", _fill_normal),
@@ -362,8 +365,10 @@ _PYTORCHS: dict[tuple[Any, str], Callable | None] = {}
 def _replacement(function: Callable, draw: Callable) -> Callable:
     @wraps(function)
     def call(*args, **kwargs):
-        if kwargs.get("generator") is not None:
+        # Whoever has taken this one by its name within a context has it for ever.
+        if not RandomNumbers._contexts or kwargs.get("generator") is not None:
             return function(*args, **kwargs)
+        kwargs.pop("generator", None)
         return draw(RandomNumbers._contexts[-1], function, *args, **kwargs)
 
     return call

@@ -127,12 +127,17 @@ class LocalGradients(GradientSums):
         for parameter, total in self._sums.items():
             gradient = local[parameter].grad
             if gradient is not None:
+                self._used.add(parameter)
                 total_gradient = sharding.shard_to_full(gradient[None])
                 if total is not None:
                     total_gradient = total + total_gradient
                     total.copy_(torch.zeros_like(total) if sync_gradients else total_gradient)
                 if sync_gradients:
                     parameter.grad = total_gradient.sum(0)
+            elif sync_gradients and total is not None and parameter in self._used:
+                # The last micro-step has not used it, as a vision tower in a batch without images.
+                parameter.grad = total.sum(0)
+                total.copy_(torch.zeros_like(total))
 
     def over_chips(self, value: torch.Tensor) -> torch.Tensor:
         """Sum a number over the chips, without its autograd history; outside of a micro-step it is the sum already."""

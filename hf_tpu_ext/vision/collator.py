@@ -78,6 +78,8 @@ class ImageCollator(WrappedCollator):
         # Upstream's collator renames columns of the rows that it is given.
         try:
             return self.collator([dict(example) for example in examples])
+        except UserError:
+            raise
         # Processors raise what they like.
         except Exception as error:
             for row, example in enumerate(examples):

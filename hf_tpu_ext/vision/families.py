@@ -95,7 +95,9 @@ class OneSize(ImageFamily):
         else:
             vision = config.vision_config
             self.tokens = (vision.image_size // vision.patch_size) ** 2
-            self.tokens += config.vision_feature_select_strategy != "default"
+            # CLIP has one more position, of the class, and "default" leaves the first one out.
+            has_class = vision.model_type == "clip_vision_model"
+            self.tokens += has_class - (config.vision_feature_select_strategy == "default")
 
     def tokens_of_images(self, batch: Mapping[str, Any], images: Sequence[int]) -> list[int]:
         if len(batch["pixel_values"]) != sum(images):

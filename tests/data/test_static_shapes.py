@@ -15,6 +15,7 @@ from hf_tpu_ext.data.static_shapes import (
     StaticShapeCollator,
     count_all,
     count_not_padding,
+    count_rows,
     pad_rows,
 )
 
@@ -250,3 +251,9 @@ def test_guard_tells_a_ragged_last_batch_apart():
     guard.check(batch_of(4, 8))
     with pytest.raises(ValueError, match=r"`input_ids` was \(4, 8\) .* is \(3, 8\) now .*`dataloader_drop_last=True`"):
         guard.check(batch_of(3, 8))
+
+
+def test_a_batch_without_tensors_is_refused():
+    """The end of an iterator would be taken for that of the data, and the run would end there."""
+    with pytest.raises(ValueError, match="gives no tensors \\(input_ids\\).*return_tensors='pt'"):
+        count_rows({"input_ids": [[1, 2], [3, 4]]})

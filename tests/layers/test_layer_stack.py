@@ -330,6 +330,13 @@ def test_what_differs_is_named(load):
     layers = load().model.layers
     layers[2].register_buffer("mask", torch.ones(2, dtype=torch.bool))
     assert why_no_loop(layers) == "the whole of layer 2 has buffers of bool"
+    layers = load().model.layers
+    layers[1].register_full_backward_pre_hook(print)
+    assert why_no_loop(layers) == "a hook is registered on the whole of layer 1"
+    # Each would be trained by itself.
+    layers = load().model.layers
+    layers[2].mlp = layers[0].mlp
+    assert why_no_loop(layers) == "mlp.gate_proj.weight of layer 2 is also mlp.gate_proj.weight of layer 0"
 
 
 # ---- Layers that repeat in a pattern ----

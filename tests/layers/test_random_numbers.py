@@ -158,6 +158,48 @@ def test_the_dtype_and_gradients_are_those_asked_for(xla):
     assert none.shape == (0, 3)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_numbers_from_0_to_1_are_below_1_in_any_dtype(xla, dtype):
+    sent = xla.send(seed(2))
+    with RandomNumbers(sent):
+        drawn = xla.fetch(torch.rand(100_000, device=xla.device, dtype=dtype))
+    assert drawn.max() < 1 and abs(drawn.double().mean() - 0.5) < 0.01
+
+
+@pytest.mark.parametrize(("low", "high"), [(2**24 + 1, 2**24 + 3), (10**9, 10**9 + 10), (0, 2**31), (-(2**30), 2**30)])
+def test_integers_of_any_size(xla, low, high):
+    sent = xla.send(seed(3))
+    with RandomNumbers(sent):
+        drawn = xla.fetch(torch.randint(low, high, (20_000,), device=xla.device))
+    assert low <= drawn.min() and drawn.max() < high
+    assert abs((drawn % 2).double().mean() - 0.5) < 0.02
+    assert abs((drawn.double().mean() - low) / (high - 1 - low) - 0.5) < 0.02
+
+
+def test_arguments_by_their_names(xla):
+    sent, ones = xla.send([seed(4), torch.ones(3, 64)])
+    with RandomNumbers(sent):
+        for tensor in (torch.ones(3, 64), ones):
+            device = tensor.device
+            drawn = [
+                torch.randint(0, 10, (3,), generator=None, device=device),
+                torch.randint(5, high=10, size=(3,), device=device),
+                torch.randint(high=10, size=(3,), device=device),
+                torch.randint_like(tensor, 10),
+                torch.randint_like(tensor, 5, high=10),
+                torch.dropout(tensor, p=0.5, train=True),
+            ]
+            assert all(0 <= each.min() and each.max() < 10 for each in xla.fetch(drawn))
+
+
+def test_a_function_that_was_taken_within_a_context_draws_after_it(xla):
+    """As by a module that is imported in a forward pass."""
+    sent = xla.send(seed(5))
+    with RandomNumbers(sent):
+        taken = functional.dropout
+    assert taken(torch.ones(8), 0.5).shape == (8,)
+
+
 @pytest.mark.parametrize("settings", [{}, {"is_causal": True}, {"enable_gqa": True}, {"scale": 0.3}], ids=str)
 def test_dropout_of_attention(xla, settings):
     """With values that are the identity, attention returns its probabilities, some of which are dropped."""

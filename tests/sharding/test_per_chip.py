@@ -95,7 +95,35 @@ for recomputed in (False, True):
     torch.testing.assert_close(backend.fetch(losses), gradients @ model[1].weight.detach().cpu()[0])
 """
 
-CHECKS = {"sums of the whole batch": SUMS_OF_THE_WHOLE_BATCH, "a dropout of each chip": A_DROPOUT_OF_EACH_CHIP}
+# As a vision tower, where the last batch has no images.
+A_PARAMETER_THAT_THE_LAST_MICRO_STEP_LEAVES_OUT = """
+model = nn.ModuleDict({"always": nn.Linear(6, 6), "first": nn.Linear(6, 6)})
+reference = nn.ModuleDict({"always": nn.Linear(6, 6), "first": nn.Linear(6, 6)})
+reference.load_state_dict(model.state_dict())
+local = LocalGradients(place(model), backend, accumulates=True)
+
+def loss_of(net, rows, micro_step):
+    return (net["always"](rows) + (net["first"](rows) if micro_step == 0 else 0)).square().sum()
+
+for step in range(2):
+    reference.zero_grad()
+    local.drop()
+    for micro_step in range(2):
+        rows = torch.randn(16, 6)
+        loss_of(reference, rows, micro_step).backward()
+        sent = backend.send_rows(rows, 16)
+        with local.micro_step(sync_gradients=micro_step == 1):
+            loss_of(model, backend.manual_sharding.full_to_shard(sent, by_rows=True), micro_step).backward()
+        backend.wait()
+    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(backend.fetch(parameter.grad), expected.grad, rtol=1e-4, atol=1e-4, msg=name)
+"""
+
+CHECKS = {
+    "sums of the whole batch": SUMS_OF_THE_WHOLE_BATCH,
+    "a dropout of each chip": A_DROPOUT_OF_EACH_CHIP,
+    "a parameter that is left out": A_PARAMETER_THAT_THE_LAST_MICRO_STEP_LEAVES_OUT,
+}
 RUN_ALL = """
 import json, sys, traceback
 

@@ -1,18 +1,26 @@
 """Each row of a batch is held against its images on the host, before anything is sent."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    CLIPVisionConfig,
+    LlavaConfig,
+    Qwen2Config,
+    SiglipVisionConfig,
+)
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from hf_tpu_ext.data import StaticShapeCollator
 from hf_tpu_ext.errors import UserError
 from hf_tpu_ext.examples.tiny_vision import make_vision_model
 from hf_tpu_ext.vision.collator import ImageCollator
-from hf_tpu_ext.vision.families import FAMILIES, PIXELS
+from hf_tpu_ext.vision.families import FAMILIES, PIXELS, OneSize
 
 
 @pytest.fixture(scope="module", params=["gemma3", "smolvlm", "qwen2_5_vl"])
@@ -36,6 +44,21 @@ def make_row(*images, text="What is it?"):
 
 def picture(mode="RGB", size=(56, 56)):
     return Image.new(mode, size, 120)
+
+
+@pytest.mark.parametrize(
+    ("vision", "strategy", "tokens"),
+    [
+        (CLIPVisionConfig(image_size=336, patch_size=14), "default", 576),
+        (CLIPVisionConfig(image_size=336, patch_size=14), "full", 577),
+        (SiglipVisionConfig(image_size=384, patch_size=14), "full", 729),
+    ],
+    ids=["clip", "clip-full", "siglip"],
+)
+def test_tokens_of_an_image_of_llava(vision, strategy, tokens):
+    """As upstream's processors count them. SigLIP has no position of a class."""
+    config = LlavaConfig(vision_config=vision, text_config=Qwen2Config(), vision_feature_select_strategy=strategy)
+    assert OneSize(SimpleNamespace(config=config)).tokens == tokens
 
 
 def test_batches_have_one_shape_whatever_their_images(family):
