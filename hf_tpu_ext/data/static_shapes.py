@@ -225,8 +225,8 @@ def count_rows(batch: Mapping[str, Any]) -> int:
     if rows is None:
         # The end of an iterator would be taken for that of the data.
         raise UserError(
-            f"The data collator gives no tensors ({', '.join(map(str, batch))}). Have it return those of PyTorch, for example with "
-            "return_tensors='pt'."
+            f"The data collator gives no tensors ({', '.join(map(str, batch))}). Have it return tensors of PyTorch, as "
+            "upstream's collators do by default."
         )
     return rows
 
