@@ -48,36 +48,36 @@ def start_processes(
     recipe.launcher_applies = not backend.unknown_upstream
     # Without -P, `-m` would put the working directory on the module path.
     own_command = [sys.executable, "-P", "-m", "hf_tpu_ext.cli.main", *command.split(), *recipe.argv]
+    status = None
     if not recipe.asks_for_help and {*_OF_LAUNCHERS}.isdisjoint(os.environ):
         if recipe.launcher_applies:
             select_backend(name)
             status = _launch_as_upstream(own_command, recipe, make_parser(), backend)
-            if status is not None:
-                return _tell_how_to_go_on(status, recipe) if resumes else status
         elif (count := prepare_processes(backend, recipe.number("num_chips"))) > 1:
             from torch.distributed import run as torchrun
 
             print(f"One process for each of {count} chips.", file=sys.stderr, flush=True)
             words = ["--standalone", f"--nproc_per_node={count}", "--no_python", *own_command]
             status = _status_of(lambda: torchrun.run(torchrun.parse_args(words)))
-            return _tell_how_to_go_on(status, recipe) if resumes else status
-    select_backend(name)
-    return None
+    if status is None:
+        select_backend(name)
+    elif resumes:
+        _tell_how_to_go_on(status, recipe)
+    return status
 
 
-def _tell_how_to_go_on(status: int, recipe: Recipe) -> int:
-    """Name the newest checkpoint of processes that have failed, which may have been killed and said nothing. Returns `status`."""
+def _tell_how_to_go_on(status: int, recipe: Recipe) -> None:
+    """Name the newest checkpoint of processes that have failed, which may have been killed and said nothing."""
     from ..trainers.checkpoint.directories import newest_checkpoint
 
     if status in (0, 2, os.EX_TEMPFAIL):
-        return status
+        return
     checkpoint = newest_checkpoint(recipe.get("output_dir", "trainer_output"))
     if checkpoint is not None:
         print(
             f"The newest checkpoint is {checkpoint}. To resume, run the same command with --resume_from_checkpoint true.",
             file=sys.stderr,
         )
-    return status
 
 
 def _launch_as_upstream(own_command: list[str], recipe: Recipe, parser: RecipeParser, backend) -> int | None:

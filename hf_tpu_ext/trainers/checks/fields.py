@@ -4,7 +4,6 @@ The checks before a run, the lines at its start and docs/configuration.md are ma
 """
 
 import copy
-import os
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
@@ -374,8 +373,13 @@ WITHOUT_EFFECT = (
         "the program of a step adds up the gradients of all chips",
     ),
     *at(
-        lambda place: not place.static_shapes and "WORLD_SIZE" not in os.environ,
-        without_effect("ddp_backend", "there is one process", values="in one process", becomes=None),
+        lambda place: not place.static_shapes,
+        without_effect(
+            "ddp_backend",
+            "there is one process",
+            values="in one process",
+            when=lambda value, run: value is not None and run.args.world_size == 1,
+        ),
     ),
     without_effect("dataloader_pin_memory", "pinned memory is for CUDA", when=_never, becomes=False),
     *at(lambda place: True, without_effect("enable_jit_checkpoint", "a signal to stop saves in any case")),
