@@ -51,7 +51,8 @@ class LayerTraces:
         layers, parent._modules[name] = parent._modules[name], recorder
         try:
             with (
-                torch.no_grad(),
+                # For what layers are called with to say whether it gets a gradient.
+                torch.enable_grad(),
                 # Nothing that is drawn here changes what is drawn later.
                 torch.random.fork_rng(devices=[]),
                 RandomNumbers(recorder.seed),
@@ -120,8 +121,11 @@ class _Recorder(CalledLayers):
             arguments[name] = _Identity(leaf) if isinstance(leaf, Tensor) else leaf
             if isinstance(leaf, Tensor):
                 operators.name(leaf, f"argument {name}")
+                if leaf.requires_grad:
+                    self.refusal = f"layers are called with {name}, which gets a gradient"
+                    raise _LayersDone
         # Each layer draws the same.
-        with RandomNumbers(self.seed), operators:
+        with torch.no_grad(), RandomNumbers(self.seed), operators:
             # Not its own `__call__`, which checkpoints activations.
             self._output = nn.Module.__call__(layer, *args, **kwargs)
         self.functions.append((arguments, operators.operators))

@@ -447,6 +447,17 @@ def test_layers_are_compared_by_what_they_are_called_with(xla, load):
     assert reason_of(xla, model) == "layer 1 is called with another attention_mask than layer 0"
 
 
+def test_layers_that_are_called_with_a_trained_tensor_are_no_loop(xla, load):
+    model = load()
+    rotary = model.model.rotary_emb
+    rotary.scale, forward = torch.nn.Parameter(torch.ones(1)), rotary.forward
+    rotary.forward = lambda *args, **kwargs: tuple(part * rotary.scale for part in forward(*args, **kwargs))
+    reason = "layers are called with position_embeddings.0, which gets a gradient"
+    assert reason_of(xla, model) == reason
+    rotary.scale.requires_grad_(False)
+    assert reason_of(xla, model) is None
+
+
 def test_what_a_model_adds_between_layers_is_no_loop(xla, load, monkeypatch):
     added = []
 
