@@ -25,12 +25,15 @@ def imported(file: Path, package: tuple[str, ...]) -> set[str]:
     here = (hf_tpu_ext.__name__, *file.relative_to(ROOT).with_suffix("").parts)
     rooms = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = (*here[: -node.level], *(node.module or "").split("."))
-            for alias in node.names:
-                name = tuple(part for part in (*base, alias.name) if part)
-                if name[: len(package)] == package:
-                    rooms.add(name[len(package)])
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        is_relative = isinstance(node, ast.ImportFrom) and node.level
+        base = here[: -node.level] if is_relative else ()
+        for alias in node.names:
+            parts = f"{node.module or ''}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
+            name = (*base, *filter(None, parts.split(".")))
+            if name[: len(package)] == package and len(name) > len(package):
+                rooms.add(name[len(package)])
     return rooms
 
 

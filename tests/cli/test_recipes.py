@@ -54,16 +54,17 @@ def check_run(output_dir, steps=4, sees=False):
     (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_pretrained(output_dir)
 
 
-#: Text of any form, an adapter, a pair. Full fine-tuning goes through the stock command below.
-BY_DEFAULT = ("pretrain_tinystories",)
+#: Text of any form; an adapter and pairs; text that is generated. Full fine-tuning goes through the stock command below.
+MARKS = {
+    "pretrain_tinystories": [],
+    "dpo_lora_qwen3": [pytest.mark.ci],
+    "grpo_lora_qwen2": [pytest.mark.ci],
+}
 
 
 @pytest.mark.parametrize(
     "recipe",
-    [
-        pytest.param(path, id=path.stem, marks=[] if path.stem in BY_DEFAULT else [pytest.mark.slow])
-        for path in RECIPES
-    ],
+    [pytest.param(path, id=path.stem, marks=MARKS.get(path.stem, [pytest.mark.slow])) for path in RECIPES],
 )
 def test_recipe(recipe, tiny_of, tmp_path, monkeypatch, capsys):
     for name in yaml.safe_load(recipe.read_text()).get("env", {}):

@@ -32,7 +32,7 @@ def naive_divergence(p, q, kd_loss, beta):
     return beta * kl(p, mixture) + (1 - beta) * kl(q, mixture)
 
 
-def naive_kd(teacher_logits, logits, temperature, top_k, kd_loss, beta=0.5):
+def naive_kd(teacher_logits, logits, temperature, top_k, kd_loss, beta):
     p, q = (teacher_logits / temperature).softmax(-1), (logits / temperature).softmax(-1)
     if top_k is not None and top_k < p.shape[-1]:
         best, ids = p.topk(top_k)
@@ -69,7 +69,8 @@ def check(batch, backend, temperature, top_k, kd_loss, is_cached, alpha=0.7):
     teacher_logits = batch["teacher_hidden"].double() @ batch["teacher_weight"].double().T
     logits = reference["hidden"] @ reference["weight"].T + reference["bias"]
     ce = -logits.log_softmax(-1).gather(-1, batch["targets"][:, None])[:, 0]
-    kd = naive_kd(teacher_logits, logits, temperature, top_k, kd_loss)
+    # With 0.5, it would not matter which of the two is the teacher's.
+    kd = naive_kd(teacher_logits, logits, temperature, top_k, kd_loss, beta=0.3)
     mask = batch["mask"].double()
     expected = (((1 - alpha) * ce + alpha * temperature**2 * kd) * mask).sum() / mask.sum()
     expected.backward()
@@ -85,7 +86,7 @@ def check(batch, backend, temperature, top_k, kd_loss, is_cached, alpha=0.7):
     else:
         teacher = Head(sent["teacher_hidden"], sent["teacher_weight"])
     head = Head(sent["hidden"], sent["weight"], sent["bias"])
-    settings = Distillation(temperature, kd_loss, 0.5, None if is_cached else top_k)
+    settings = Distillation(temperature, kd_loss, 0.3, None if is_cached else top_k)
     terms = distill(head, sent["targets"], teacher, settings, backend)
     per_token = -(1 - alpha) * terms.log_probs + alpha * temperature**2 * terms.kd
     loss = (per_token * sent["mask"]).sum() / sent["mask"].sum()

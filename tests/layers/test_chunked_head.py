@@ -18,7 +18,9 @@ CPU = CPUBackend("for the test")
 SETTINGS = {
     "plain": (1.0, None, 1.0),
     "temperature": (0.7, None, 1.0),
+    "scale": (0.7, None, 0.25),
     "softcap_and_scale": (1.0, 5.0, 0.25),
+    "all": (0.7, 5.0, 0.25),
 }
 
 

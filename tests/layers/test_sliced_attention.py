@@ -237,12 +237,12 @@ def in_slices(xla, monkeypatch):
     "dtype", [None, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=["float32", "bfloat16"]
 )
 @pytest.mark.parametrize(
-    "keeps_dots", [pytest.param(None, marks=pytest.mark.ci), False, True], ids=["none", "full", "dots"]
+    "policy", [pytest.param(None, marks=pytest.mark.ci), "full", "dots"], ids=["none", "full", "dots"]
 )
-def test_layers_one_by_one_and_as_a_loop(xla, load, in_slices, keeps_dots, dtype):
-    loss, gradients, program = forward_and_backward(xla, load(), keeps_dots, dtype)
+def test_layers_one_by_one_and_as_a_loop(xla, load, in_slices, policy, dtype):
+    loss, gradients, program = forward_and_backward(xla, load(), policy, dtype)
     in_slices(12 * 12)
-    same_loss, same_gradients, sliced = forward_and_backward(xla, load(), keeps_dots, dtype)
+    same_loss, same_gradients, sliced = forward_and_backward(xla, load(), policy, dtype)
     assert sliced.count(" while(") > program.count(" while(")
     tolerance = 1e-6 if dtype is None else 2**-7
     torch.testing.assert_close(same_loss, loss, rtol=tolerance, atol=0)

@@ -74,6 +74,7 @@ def test_metrics_are_those_that_are_read(counts):
     eager = Loss()
     eager.metrics(values, counts)
     loss, _ = deferred(lambda loss: loss.metrics(values, counts))
+    assert eager._metrics["train"].keys() <= loss._metrics["train"].keys()
     for name, appended in loss._metrics["train"].items():
         assert all(isinstance(value, torch.Tensor) and value.shape == () for value in appended)
         counted = [

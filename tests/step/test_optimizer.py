@@ -339,8 +339,16 @@ def test_in_the_place_of_an_adamw_with_its_groups_and_state(xla):
         [{"params": weights[:1], "lr": 0.5, "weight_decay": 0.0}, {"params": weights[1:]}], lr=0.1
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1.0 / (1 + step))
+    for weight in weights:
+        weight.grad = xla.send(torch.tensor([1.0, 2.0, 3.0]))
+    made.step()
+    moments = [[xla.fetch(made.state[weight][name]) for name in ("exp_avg", "exp_avg_sq")] for weight in weights]
     own = LazyAdamW.in_place_of(made, xla)
     assert isinstance(own, LazyAdamW) and [group["lr"] for group in own.param_groups] == [0.5, 0.1]
+    for weight, of_weight in zip(weights, moments, strict=True):
+        for name, moment in zip(("exp_avg", "exp_avg_sq"), of_weight, strict=True):
+            torch.testing.assert_close(xla.fetch(own.state[weight][name]), moment, rtol=0, atol=0)
+        assert own.state[weight]["step"] == 1
     for weight in weights:
         weight.grad = xla.send(torch.ones(3))
     own.step()

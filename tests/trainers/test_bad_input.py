@@ -98,20 +98,20 @@ def test_output_directory_that_cannot_be_written_to(runs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "kwargs"),
+    ("config", "kwargs", "message"),
     [
-        (dict(optim="ademamix_8bit"), {}),
-        (dict(show_samples=2), {"eval_dataset": None}),
-        (dict(per_device_train_batch_size=0), {}),
+        (dict(optim="ademamix_8bit"), {}, "optim=ademamix_8bit"),
+        (dict(show_samples=2), {"eval_dataset": None}, "show_samples=2"),
+        (dict(per_device_train_batch_size=0), {}, "per_device_train_batch_size=0"),
     ],
     ids=["arguments", "after upstream's part", "before it"],
 )
-def test_what_is_refused_leaves_no_directory(runs, tmp_path, config, kwargs):
+def test_what_is_refused_leaves_no_directory(runs, tmp_path, config, kwargs, message):
     config = {**config, "output_dir": str(tmp_path / "a" / "b"), "train": False, "config_cls": TPUSFTConfig}
     for kept in (False, True):
         if kept:
             (tmp_path / "a" / "b").mkdir(parents=True)
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=message):
             runs.ours(**config, kwargs=kwargs)
         assert (tmp_path / "a").exists() == kept
     runs.ours(output_dir=str(tmp_path / "c"), train=False)

@@ -1,7 +1,6 @@
 """Checkpoints on disk: whole or not there, and a full disk costs no good one."""
 
 import json
-import logging
 import os
 import shutil
 from pathlib import Path
@@ -83,7 +82,6 @@ def test_a_checkpoint_behind_a_link_is_resumed_from_and_not_moved(tmp_path):
 
 
 def test_a_damaged_checkpoint_is_moved_and_not_offered(tmp_path, caplog):
-    logging.getLogger("hf_tpu_ext").propagate = True
     older, newest = (write_checkpoint(tmp_path, step) for step in (2, 4))
     set_aside(tmp_path, str(older))
     assert f"set resume_from_checkpoint='{tmp_path / '_earlier-1' / 'checkpoint-4'}'" in caplog.text
@@ -149,7 +147,6 @@ def write_export(directory, run_dir):
 @pytest.mark.parametrize("has_checkpoint", [True, False])
 def test_exports_go_with_the_run_that_they_are_of(tmp_path, monkeypatch, caplog, has_checkpoint):
     """They would be loaded for what the new run has trained."""
-    logging.getLogger("hf_tpu_ext").propagate = True
     monkeypatch.chdir(tmp_path)
     run_dir = Path("run")
     for name in ("merged", "quantized-ema", "base"):
@@ -185,7 +182,6 @@ WEIGHTS = {
 @pytest.mark.parametrize("names", WEIGHTS.values(), ids=WEIGHTS)
 def test_the_model_that_a_run_has_saved_goes_with_it(tmp_path, names, caplog):
     """It would be taken for the new one until that is saved, and then be replaced."""
-    logging.getLogger("hf_tpu_ext").propagate = True
     # The card of a LoRA run would be that of the full model after it.
     names, mine = [*names, "README.md"], ["notes.txt", "data.json"]
     for name in [*names, *mine]:
@@ -212,7 +208,6 @@ def test_a_model_goes_with_the_checkpoints_that_a_run_goes_back_before(tmp_path)
 
 
 def test_a_model_of_a_run_that_is_to_train_longer(tmp_path, caplog):
-    logging.getLogger("hf_tpu_ext").propagate = True
     (tmp_path / "model.safetensors").touch()
     set_aside(tmp_path, str(write_checkpoint(tmp_path, 2)), max_steps=4)
     assert [path.name for path in (tmp_path / "_earlier-1").iterdir()] == ["model.safetensors"]

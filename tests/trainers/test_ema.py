@@ -179,8 +179,11 @@ def test_preference_trainers(xla, tmp_path, kind):
         steps=3,
     )
     trainer = trainer_for(case, tmp_path, ours=True)
+    weights = dict(trainer.model.named_parameters())
+    before = {name: xla.fetch(weight.detach()) for name, weight in weights.items()}
     trainer.train()
     averages, weights = saved(trainer), dict(trainer.model.named_parameters())
+    assert all((average - before[name]).abs().max() > 1e-5 for name, average in averages.items())
     assert averages.keys() == {name for name, parameter in weights.items() if parameter.requires_grad}
     assert any((xla.fetch(weights[name]) - average).abs().max() > 1e-5 for name, average in averages.items())
 

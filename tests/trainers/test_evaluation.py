@@ -115,9 +115,11 @@ def test_best_model_is_kept_and_loaded(runs):
         save_strategy="steps",
         save_steps=3,
         load_best_model_at_end=True,
+        # The first is the best of them, and not what training ended with.
+        greater_is_better=True,
     )
-    assert trainer.state.best_model_checkpoint.endswith("checkpoint-6")
-    best = min(entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-3")
+    best = max(entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(best, rel=1e-6)
 
 

@@ -51,6 +51,7 @@ def test_a_run_goes_on_with_traced_steps(runs, whole, same_logs, monkeypatch, ca
     times = plant(monkeypatch, name, time)
     trainer.train()
     same_logs(trainer, whole[0])
+    assert times
     said = [record.message for record in caplog.records if "Step replay is off" in record.message]
     assert len(said) == (len(times) >= time)
     assert all("INTERNAL: on purpose" in line and "please report this line" in line for line in said)

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_counts import CountPerStep
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
@@ -269,13 +270,9 @@ def test_auto_is_on_for_deep_models(runs, scanned, make, monkeypatch, caplog):
 
 
 def test_the_steps_are_one_program(xla, scanned, make):
-    """Twice as many steps compile nothing more."""
-    compiles = []
-    for steps in (3, 6):
-        before = xla.compiles()
-        scanned(make(), max_steps=steps, logging_steps=3)
-        compiles.append(xla.compiles() - before)
-    assert compiles[1] <= compiles[0]
+    counted = CountPerStep(xla)
+    scanned(make(), max_steps=6, logging_steps=3, kwargs={"callbacks": [counted]})
+    assert [step.compiles for step in counted.steps[1:]] == [0] * 5
 
 
 @pytest.mark.ci

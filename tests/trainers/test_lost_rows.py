@@ -1,7 +1,6 @@
 """Rows that `max_length` cuts or leaves out are told of, and prepared as by upstream's trainer, from the same files of its cache."""
 
 import json
-import logging
 
 import pytest
 from datasets import Dataset, concatenate_datasets, load_dataset
@@ -242,7 +241,6 @@ def test_what_is_said_when(runs, texts, capsys, caplog):
     (line,) = lines_of(trainer)
     assert f"  {line}\n" in capsys.readouterr().out
     assert line in trainer.describe_run(trainer.args, None)["facts"]["changes"]
-    logging.getLogger("hf_tpu_ext").propagate = True
     trainer.evaluate(texts.select(range(9)))
     assert cut_of(runs, texts.select(range(9)), "eval") in caplog.text
     assert lines_of(trainer) == [line]

@@ -46,7 +46,7 @@ DIVERGENCES = {
 }
 EXPERTS = {"model": "qwen3_moe", "evaluates": True}
 CASES = {
-    # Many options at once, by default.
+    # Many options at once, by default or in CI.
     "dpo-many": Case(
         "dpo",
         {
@@ -155,7 +155,7 @@ CASES = {
     "kto-any-length": Case("kto", {"max_length": None, "pad_to_multiple_of": 20}),
     "kto-experts": Case("kto", {"router_aux_loss_coef": 0.05}, **EXPERTS),
 }
-BY_DEFAULT = ["dpo-many-lora", "kto-many"]
+BY_DEFAULT, IN_CI = ["dpo-many-lora", "kto-many"], ["reward-many"]
 if cpu_plugin.why_absent() is None:
     # With torch_tpu, which runs no more than these.
     BY_DEFAULT += ["dpo-accumulated", "dpo-lora", "dpo-no-checkpointing", "dpo-sync", "reward", "kto"]
@@ -164,8 +164,9 @@ if cpu_plugin.why_absent() is None:
 
 def each(names):
     """Runs a test with each name; those that many options are not in at once are slow."""
+    marks = {**dict.fromkeys(IN_CI, [pytest.mark.ci]), **dict.fromkeys(BY_DEFAULT, [])}
     return pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=[] if name in BY_DEFAULT else [pytest.mark.slow]) for name in names]
+        "name", [pytest.param(name, marks=marks.get(name, [pytest.mark.slow])) for name in names]
     )
 
 

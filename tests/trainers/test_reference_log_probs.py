@@ -33,8 +33,9 @@ def make(xla, runs, tmp_path, monkeypatch):
     """Makes a trainer, whose log-probs are kept in a directory of the test."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
-    def make(cls, config_cls, dataset, lora=False, seed=0, model=(), **config):
+    def make(cls, config_cls, dataset, lora=False, seed=0, model=(), scale=1.0, **config):
         model = AutoModelForCausalLM.from_pretrained(runs.model_dir, dtype=torch.float32, **dict(model))
+        model.model.norm.weight.data.mul_(scale)
         torch.manual_seed(seed)
         peft_config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], init_lora_weights=False)
         return cls(
@@ -143,6 +144,7 @@ def test_what_was_computed_is_found_again(make, tmp_path, capsys):
         {"bf16": True},
         {"lora": False},
         {"model": {"rms_norm_eps": 0.1}},
+        {"scale": 1.001},
     ],
     ids=str,
 )
@@ -150,6 +152,14 @@ def test_what_they_depend_on_is_in_the_key(changes, make, tmp_path):
     make(TPUDPOTrainer, DPOConfig, pairs(8), lora=True)
     before = files(tmp_path)
     assert reference_steps(make(TPUDPOTrainer, DPOConfig, pairs(8), **{"lora": True, **changes}))
+    assert len(files(tmp_path)) == 2 * len(before)
+
+
+def test_rows_of_the_same_length_are_others(make, tmp_path):
+    make(TPUDPOTrainer, DPOConfig, pairs(8), lora=True)
+    before = files(tmp_path)
+    others = pairs(8).map(lambda row: {"chosen": row["chosen"].swapcase()})
+    assert reference_steps(make(TPUDPOTrainer, DPOConfig, others, lora=True))
     assert len(files(tmp_path)) == 2 * len(before)
 
 

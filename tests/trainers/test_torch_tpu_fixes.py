@@ -51,9 +51,8 @@ def test_loader_with_torch_tpu(runs, setting):
 def test_weights_in_parts_with_torch_tpu(runs, settings, given, fixes):
     def check(**config):
         given_left = {name: config.pop(name) for name in given if name in config}
-        if config["mesh"] == "fsdp":
-            place = Place("tpu", traces_steps=False, processes=2, splits_weights=True)
-            adapt(runs.config(TPUSFTConfig, **config), place, given_left)
+        place = Place("tpu", traces_steps=False, processes=2, splits_weights=config["mesh"] == "fsdp")
+        adapt(runs.config(TPUSFTConfig, **config), place, given_left)
 
     assert_fixes(check, {"mesh": "fsdp", **settings, **given}, *fixes)
 

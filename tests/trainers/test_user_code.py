@@ -89,8 +89,10 @@ def other_list_of_layers(trainer):
 def other_class(module, cls):
     before = type(module)
     module.__class__ = cls
-    yield
-    module.__class__ = before
+    try:
+        yield
+    finally:
+        module.__class__ = before
 
 
 @contextmanager
