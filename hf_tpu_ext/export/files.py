@@ -69,9 +69,7 @@ def check_output(output_dir: Path, overwrite: bool, sources: list[Path]) -> None
             if newer is None
             else f" It is older than {newer}, and so of an earlier state of the run, or of another one."
         )
-        raise UserError(
-            f"--output_dir {output_dir} holds an export already.{age} Add --overwrite, or give another directory."
-        )
+        raise UserError(f"{output_dir} holds an export already.{age} Add --overwrite, or give another --output_dir.")
 
 
 @contextmanager

@@ -31,8 +31,8 @@ def cut_of(runs, dataset, name, end="end", keeps="A higher max_length", **config
     assert 0 < rows < len(lengths)
     return (
         f"{rows} of {len(lengths)} rows of the {name} dataset are longer than max_length={MAX_LENGTH} and lose their {end}, {lost} of "
-        f"all {sum(lengths)} tokens ({lost / sum(lengths):.0%}): the longest has {max(lengths)}. {keeps} keeps them, if "
-        "the model has positions"
+        f"all {sum(lengths)} tokens ({lost / sum(lengths):.0%}): the longest has {max(lengths)}. {keeps} keeps them, up "
+        "to the model's positions"
     )
 
 

@@ -63,8 +63,8 @@ def describe_cut(dataset: datasets.Dataset, name: str, args: TrainingArguments, 
     fix = "max_length or packing_strategy='bfd_split'" if packing else "max_length"
     return [
         f"{cut:,} of {len(dataset):,} rows of the {name} dataset are longer than max_length={args.max_length} and lose their {end}, "
-        f"{lost:,} of all {tokens:,} tokens ({lost / tokens:.0%}): the longest has {lengths.max():,}. A higher {fix} keeps them, if "
-        "the model has positions"
+        f"{lost:,} of all {tokens:,} tokens ({lost / tokens:.0%}): the longest has {lengths.max():,}. A higher {fix} keeps them, up "
+        "to the model's positions"
     ]
 
 
