@@ -199,11 +199,13 @@ class BatchesMixin(ImagesMixin):
                 guards = self._last_batch_guards
                 if mode not in self._said:
                     self._said.add(mode)
-                    trains = mode == "train"
+                    graph, fix = "training", "dataloader_drop_last=True drops such batches"
+                    if mode == "eval":
+                        graph, divides = "evaluation", "A per_device_eval_batch_size that divides the rows leaves none over"
+                        fix = f"{divides}; {fix}, whose rows an evaluation then lacks"
                     logger.warning(
-                        f"The last batch has {rows} of {num_rows} rows and is not padded, which compiles one more "
-                        f"{'training' if trains else 'evaluation'} graph: {reason}. dataloader_drop_last=True drops such batches"
-                        f"{'' if trains else ', whose rows an evaluation then lacks'}."
+                        f"The last batch has {rows} of {num_rows} rows and is not padded, which compiles one more {graph} graph: "
+                        f"{reason}. {fix}."
                     )
         if self.backend.processes.row_shards > 1:
             inputs = self._agree_on_shape(inputs)
