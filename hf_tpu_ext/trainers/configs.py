@@ -3,8 +3,6 @@
 import os
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
-from inspect import formatannotation
-from textwrap import wrap
 
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from trl import SFTConfig
@@ -55,21 +53,6 @@ _LEAST = {
 }
 
 
-def describe_fields(cls: type) -> type:
-    """Add the fields that a config defines itself to its docstring, in the words that `--help` has for them."""
-    lines = [cls.__doc__.strip(), "", "Args:"]
-    for field_ in fields(cls):
-        if field_.name in vars(cls).get("__annotations__", {}):
-            assert "help" in field_.metadata, f"{cls.__name__}.{field_.name} has no help"
-            kind = formatannotation(field_.type).removesuffix(" | None")
-            default = "" if field_.default is None else f", defaults to `{field_.default!r}`"
-            lines.append(f"    {field_.name} (`{kind}`, *optional*{default}):")
-            lines += wrap(field_.metadata["help"], 119, initial_indent=" " * 8, subsequent_indent=" " * 8)
-    cls.__doc__ = "\n".join(lines)
-    return cls
-
-
-@describe_fields
 @dataclass
 class ExtensionArguments:
     """What the trainers of this package take on top of upstream's arguments."""
@@ -254,7 +237,6 @@ class ExtensionArguments:
                 raise UserError(f"{field_.name}={value!r} has no effect without {needs}, or leave {field_.name} out.")
 
 
-@describe_fields
 @dataclass
 class PredictedTextArguments:
     """What the trainers take that evaluate text which the model writes."""
@@ -277,7 +259,6 @@ class PredictedTextArguments:
             self.check_left_out("generation_max_new_tokens", "text to predict. Set predict_with_generate=True")
 
 
-@describe_fields
 @dataclass
 class ImageArguments:
     """What the trainers take that train on images."""
@@ -422,7 +403,6 @@ class TPUSFTConfig(ImageArguments, PredictedTextArguments, ExtensionArguments, S
             )
 
 
-@describe_fields
 @dataclass
 class PaddedArguments(ExtensionArguments):
     """[`ExtensionArguments`] of the trainers that do not truncate rows."""

@@ -12,13 +12,11 @@ from ...distillation.fused_head import Distillation, Head, distill
 from ...layers.autocast import matmul_dtype
 from ...sharding.per_chip import score_per_chip
 from ..checks.upstream import upstream_names
-from ..configs import describe_fields
 from ..mixin import TPUTrainerMixin
 from .arguments import RolloutArguments
 from .rollouts import RolloutMixin
 
 
-@describe_fields
 @dataclass
 class TPUDistillationConfig(RolloutArguments, DistillationConfig):
     """[`~trl.DistillationConfig`] with the settings of [`ExtensionArguments`] and [`RolloutArguments`]."""

@@ -10,7 +10,6 @@ from trl import GRPOConfig, GRPOTrainer
 
 from ...step.metrics import DeviceSums
 from ...temporarily import temporarily
-from ..configs import describe_fields
 from ..mixin import TPUTrainerMixin
 from ..run.synced_reference import SyncedReferenceMixin
 from .arguments import RewardedArguments
@@ -20,7 +19,6 @@ from .rewarded import RewardedMixin
 _COEF = "entropy_coef"
 
 
-@describe_fields
 @dataclass
 class TPUGRPOConfig(RewardedArguments, GRPOConfig):
     """[`~trl.GRPOConfig`] with the settings of [`ExtensionArguments`] and [`RolloutArguments`]."""

@@ -4,14 +4,12 @@ from dataclasses import dataclass
 
 from trl import RLOOConfig, RLOOTrainer
 
-from ..configs import describe_fields
 from ..mixin import TPUTrainerMixin
 from ..run.synced_reference import SyncedReferenceMixin
 from .arguments import RewardedArguments
 from .rewarded import RewardedMixin
 
 
-@describe_fields
 @dataclass
 class TPURLOOConfig(RewardedArguments, RLOOConfig):
     """[`~trl.RLOOConfig`] with the settings of [`ExtensionArguments`] and [`RolloutArguments`]."""
