@@ -24,7 +24,7 @@ from ..checks.upstream import upstream_names
 from .arguments import count_rows_of_chips
 from .reward_functions import RewardsOnDevice, check_rewards
 from .rollouts import RolloutMixin, join_completions
-from .shared_prompts import leave_in_order, sharing_setting, shuffle_groups, why_no_whole_prompts, why_not_shared
+from .shared_prompts import leave_in_order, sharing_setting, shuffle_groups, why_not_shared
 
 
 logger = logging.get_logger(__name__)
@@ -81,13 +81,22 @@ class RewardedMixin(RolloutMixin):
 
     def _why_not_shared(self, model: nn.Module) -> str | None:
         """Why a model is to read a prompt once for each of its completions, as a clause."""
-        rows_at_once = self.num_generations * self.backend.num_chips
-        left_over = self._train_batch_size % rows_at_once
-        if (reason := why_no_whole_prompts(self.args, self.num_generations, left_over)) is not None:
-            return reason
+        args, setting = self.args, sharing_setting(self.args)
+        if setting == "off":
+            return "share_prompts=off"
+        if args.steps_per_generation > 1 and setting == "auto":
+            return (
+                f"they are shuffled over several batches with steps_per_generation={args.steps_per_generation} "
+                "(share_prompts=on shuffles whole prompts)"
+            )
+        if self._train_batch_size % (self.num_generations * self.backend.num_chips):
+            return (
+                f"per_device_train_batch_size={args.per_device_train_batch_size} is no multiple of "
+                f"num_generations={self.num_generations}"
+            )
         # It may look at the rows of a batch.
         own_code = self.own_code_in_step("train" if self.model.training else "eval")
-        return own_code or why_not_shared(model, sharing_setting(self.args))
+        return own_code or why_not_shared(model, setting)
 
     def _decide_sharing(self) -> None:
         setting = sharing_setting(self.args)

@@ -19,26 +19,6 @@ def sharing_setting(args: TrainingArguments) -> str:
     return args.share_prompts if isinstance(args, RewardedArguments) else RewardedArguments.share_prompts
 
 
-def why_no_whole_prompts(args: TrainingArguments, group: int, left_over: int) -> str | None:
-    """
-    Why the rows of a step do not hold whole prompts, as a clause. A prompt has `group` completions, and `left_over` rows
-    are none of a whole prompt on a chip.
-    """
-    setting = sharing_setting(args)
-    if setting == "off":
-        return "share_prompts=off"
-    if args.steps_per_generation > 1 and setting == "auto":
-        return (
-            f"they are shuffled over several batches with steps_per_generation={args.steps_per_generation} "
-            "(share_prompts=on shuffles whole prompts)"
-        )
-    if left_over:
-        return (
-            f"per_device_train_batch_size={args.per_device_train_batch_size} is no multiple of num_generations={group}"
-        )
-    return None
-
-
 def why_not_shared(model: nn.Module, setting: str) -> str | None:
     """Why a model is to read a prompt once for each of its completions, as a clause; `setting` is `share_prompts`."""
     base = unwrap_peft_model(model)
