@@ -278,7 +278,7 @@ def test_all_rows_with_mistakes_are_named(runs):
     dataset = Dataset.from_dict({"messages": [MESSAGES, without, mistyped, None, None, mistyped]})
     words = [
         "Rows 2, 5 of train_dataset (the first is row 0): a message has the role 'asistant'",
-        "Also rows 3, 4: 'messages' is None; row 1: message 1 of 'messages' has no content",
+        "Also rows 3, 4: 'messages' is None.",
         "Row 2 begins {'messages': [{",
         "Correct this in the file, or, in Python, leave such rows out with dataset.filter.",
     ]

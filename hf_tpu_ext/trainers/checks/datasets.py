@@ -13,7 +13,7 @@ from trl import SFTConfig
 from ...errors import UserError
 from ...vision.collator import IMAGE_COLUMNS
 from .messages import first_row, keys_of, read_column
-from .rows import TEXT_OR_MESSAGES, refusal_of_rows, rows_of_other_kind, unusual_rows
+from .rows import TEXT_OR_MESSAGES, refusal_of_rows, rows_of_other_kind
 
 
 _PAIR = ("prompt", "completion")
@@ -124,14 +124,11 @@ def check_dataset(dataset, name: str, args: SFTConfig, has_formatting_func: bool
         _refuse_without_roles(first, name, own_columns)
     if isinstance(dataset, datasets.Dataset):
         problems = _rows_without_value(dataset, [*own_columns, *({"labels"} & first.keys())])
-        conversations = sorted({"messages", "conversations", *_PAIR} & {*own_columns})
         problems |= rows_of_other_kind(dataset, [column for column in own_columns if column in _PAIR])
-        for column in conversations:
+        for column in sorted({"messages", "conversations", *_PAIR} & {*own_columns}):
             problems |= _rows_of_mistyped_roles(dataset, column)
         if problems:
-            # Behind what is surely wrong, what may be, for it not to take another start.
-            others = unusual_rows(dataset, conversations)
-            raise refusal_of_rows(dataset, name, dict(sorted(problems.items())) | others | problems)
+            raise refusal_of_rows(dataset, name, dict(sorted(problems.items())))
 
 
 def _refuse_without_roles(first: Mapping[str, Any], name: str, own_columns: Sequence[str]) -> None:

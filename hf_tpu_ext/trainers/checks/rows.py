@@ -19,7 +19,7 @@ _ROLES = ("system", "user", "assistant", "tool")
 _MOST_NAMED = 3
 # How many rows with different problems are prepared by themselves.
 _MOST_TRIED = 20
-# How many rows are looked at for what may be wrong, and up to how many a dataset is searched for more than one that fails.
+# Up to how many rows a dataset is searched for more than one that fails.
 _MOST_ROWS = 10_000
 _NO_ANSWER = "has no message of the role 'assistant', on which alone assistant_only_loss=True trains"
 _MESSAGE = "{'role': 'user', 'content': 'some text'}"
@@ -119,20 +119,6 @@ def first_that_fails(rows: int, attempt: Callable[[int], Any]) -> int | None:
         except Exception:
             return row
     return None
-
-
-def unusual_rows(dataset: datasets.Dataset, columns: Sequence[str]) -> dict[int, tuple[str, str]]:
-    """
-    What is not text or messages in the first 10,000 rows of a dataset, by the number of the row. Calls of tools and lists of parts,
-    which many templates take, are left out.
-    """
-    found = {}
-    for index, row in enumerate(_read(dataset.select(range(min(len(dataset), _MOST_ROWS))), columns)):
-        for column in row:
-            for kind, problem in _unusual_in(column, row[column]):
-                if "content" not in kind or not (kind[-1] or list in kind):
-                    found.setdefault(index, (problem, ""))
-    return found
 
 
 def rows_of_other_kind(dataset: datasets.Dataset, columns: Sequence[str]) -> dict[int, tuple[str, str]]:
