@@ -135,7 +135,7 @@ class TrainerPrograms:
             fingerprint,
             trainer.copies.context,
             draws_on_host=trusts_code,
-            warn=partial(self.warn_traced, training=training) if warn is None else warn,
+            warn=warn or partial(self.warn_traced, training=False),
         )
         compiled.why_traced = "step_replay=False" if self.step_replay is False else why_not()
         if trusts_code and compiled.why_traced is None:
