@@ -185,8 +185,9 @@ class WarmUpMixin(EveryLengthMixin):
     """
     Makes `train` of a trainer compile the programs of training and evaluation, for every length that they need.
 
-    They are compiled by running them, over rows of the data that have that length. Nothing to compile, or nowhere to keep it, is a
-    `ValueError`.
+    They are compiled by running them: a few optimizer steps for each length, and one evaluation, over rows of the data
+    that have that length. Nothing is saved, logged or reported, and the recipe's `output_dir` is not touched. `args`
+    are changed. Nothing to compile, or nowhere to keep it, is a `ValueError`.
     """
 
     # A step may be run otherwise once it was seen, and otherwise again once the two were compared.

@@ -102,13 +102,26 @@ class TrainerPrograms:
         warn: Callable[[str], None] | None = None,
     ) -> CompiledFunction:
         """
-        Compile a function of the trainer, which runs `models`, that of the run first, and code of the trainer's `methods`.
+        Compile a function of the trainer, see [`~hf_tpu_ext.backends.compiled_function.CompiledFunction`]. It is traced each time where
+        `why_not` says so, and with `step_replay=False`; a line that says so is up to the caller.
 
-        [`~hf_tpu_ext.backends.compiled_function.CompiledFunction`] says what `state` and `warn` are, and
-        [`~hf_tpu_ext.step.fingerprint.Fingerprint`] what `why_not`, `settings` and `training` are. By default it has no state, depends on
-        how the trainer computes, and is traced each time where [`~TrainerPrograms.why_traced`] says so. `on_change` is called when something
-        has changed that it depends on, before that is noted. With `step_replay=False` it is traced each time; a line that says so is up to
-        the caller.
+        Args:
+            function (`Callable`): What is compiled.
+            models (`Sequence[torch.nn.Module]`): Models that it runs, the first of which is that of the run.
+            methods (`tuple[str, ...]`): Methods of the trainer whose code runs in it.
+            state (`Callable[[], list[torch.Tensor]]`, *optional*):
+                Lists what it reads and writes besides the models, always in the same order. By default nothing.
+            why_not (`Callable[[], str | None]`, *optional*):
+                Says, now and after a change, why each call is to be traced, as a clause; by default
+                [`~TrainerPrograms.why_traced`].
+            settings (`Callable[[], dict[str, Any]]`, *optional*):
+                What else it depends on, by the names that people are shown; by default how the trainer computes.
+            training (`bool`, *optional*, defaults to `False`): Whether it trains the model.
+            on_change (`Callable[[], None]`, *optional*):
+                Called when something has changed that it depends on, before that is noted.
+            warn (`Callable[[str], None]`, *optional*):
+                Says why each call is traced, as a clause; by default
+                [`~TrainerPrograms.warn_traced`].
         """
         trainer, programs = self._trainer, self._trainer.backend.programs
         if why_not is None:
