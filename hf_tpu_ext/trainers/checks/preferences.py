@@ -19,26 +19,29 @@ from .rows import TEXT_OR_MESSAGES, naming_rows, refusal_of_rows, rows_of_other_
 _PAIRS = "'chosen' and 'rejected' (and 'prompt', unless both begin with it)"
 
 
-def check_preferences(dataset, name: str, trainer: str) -> None:
+def check_preferences(dataset, name: str, trainer: str, compiles: bool = True) -> None:
     """
     Check that every row of a dataset says what is preferred. Of a stream, the first row is looked at; other types than those of
     `datasets` are left to upstream. Messages call it `name`, see [`named_datasets`]; `trainer` is `"DPOTrainer"`,
     `"RewardTrainer"` or `"KTOTrainer"`.
 
     Raises:
-        `ValueError`: Columns are missing, or a row has no completion, no label, or two completions that are the same.
+        `ValueError`: Columns are missing, some rows are text and others messages; or, where XLA `compiles` steps, a row has no
+            completion, no label, or two completions that are the same.
     """
-    if not (first := check_columns(dataset, name, trainer)):
+    if not (first := _check_columns(dataset, name, trainer)):
         return
     rows, problems = [first], {}
     if isinstance(dataset, datasets.Dataset):
+        # Upstream ends no text with its token where the first row holds messages, and says nothing.
         rows, problems = _rows(dataset, [*first]), rows_of_other_kind(dataset, [*first])
-    problems |= {index: problem for index, row in enumerate(rows) if (problem := _problem(row))}
+    if compiles:
+        problems |= {index: problem for index, row in enumerate(rows) if (problem := _problem(row))}
     if problems:
         raise refusal_of_rows(dataset, name, dict(sorted(problems.items())))
 
 
-def check_columns(dataset, name: str, trainer: str) -> dict[str, Any]:
+def _check_columns(dataset, name: str, trainer: str) -> dict[str, Any]:
     """
     Return the first row of the columns that say what is preferred, the prompt first where there is one; nothing of data that is
     tokenized already, or has images. The arguments, and what is raised where some are missing, are those of [`check_preferences`].

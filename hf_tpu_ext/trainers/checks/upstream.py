@@ -14,7 +14,7 @@ from trl.trainer.utils import get_config_model_id
 
 from ...errors import UserError
 from .datasets import named_datasets, refuse_images
-from .preferences import check_columns, check_preferences
+from .preferences import check_preferences
 
 
 # Trainers of TRL whose steps write text, so that they are no function of a batch.
@@ -114,8 +114,7 @@ def check_trainer(cls: type[Trainer], trainer_kwargs: Mapping[str, Any], compile
             refuse_images(dataset, name, upstream.__name__)
         if takes_preferences:
             # Upstream looks for columns when the model is loaded.
-            check = check_preferences if compiles else check_columns
-            check(dataset, name, upstream.__name__)
+            check_preferences(dataset, name, upstream.__name__, compiles)
     reference = trainer_kwargs.get("ref_model")
     if isinstance(reference, str) and takes_preferences:
         raise UserError(
