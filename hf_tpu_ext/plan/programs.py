@@ -10,8 +10,6 @@ from .hlo_cost import Cost
 
 #: What stays on a chip between two programs, whether a program uses it or not.
 RESIDENT = ("weights", "optimizer state", "gradients")
-#: Name of the arguments of a program that the compiler refuses, which it does not tell apart.
-STATE_AND_BATCH = "weights, state and batch"
 #: Roles of further arguments, which only programs that generate have.
 OF_GENERATION = ("key-value cache", "copies of weights")
 
@@ -117,37 +115,21 @@ class CompiledProgram:
         return self.error is not None and "RESOURCE_EXHAUSTED" in self.error
 
     @property
-    def excess_bytes(self) -> int | None:
-        """By how much it does not fit, where the compiler says it, with the state that it has not counted."""
-        said = self._read_bytes("Exceeded hbm capacity by")
-        return None if said is None else said + self.uncounted_bytes
-
-    @property
     def uncounted_bytes(self) -> int:
         """
         Bytes of its state that are not in what the compiler says of a program that it refuses: where temporaries alone are too many,
         it ends before it counts arguments, and says that they are 0B.
         """
-        return sum(self.resident.values()) if self._read_bytes("arguments") == 0 else 0
+        return sum(self.resident.values()) if self.bytes_said("arguments") == 0 else 0
 
-    def _read_bytes(self, words: str) -> int | None:
+    def bytes_said(self, words: str) -> int | None:
         """The size that the compiler's error has after some words."""
         match = re.search(rf"\b{words}\s+([\d.]+)([BKMGT])", self.error or "")
         return None if match is None else round(float(match[1]) * 2 ** (10 * "BKMGT".index(match[2])))
 
     @property
     def parts(self) -> dict[str, int]:
-        """
-        Bytes of a chip's memory by what holds them, of this program alone, in the order of the page. Where the compiler refuses
-        the program, what it says of them, which may be nothing, with the state that it has not counted.
-        """
-        if self.error is not None:
-            arguments = self._read_bytes("arguments")
-            sizes = {
-                STATE_AND_BATCH: None if arguments is None else arguments + self.uncounted_bytes,
-                "activations and code": self._read_bytes("program"),
-            }
-            return {name: num_bytes for name, num_bytes in sizes.items() if num_bytes is not None}
+        """Bytes of a chip's memory by what holds them, of this program alone, in the order of the page. Not of one that is refused."""
         of_arguments = {role: self.arguments.get(role, 0) for role in (*RESIDENT, "batch")}
         of_arguments |= {role: self.arguments[role] for role in OF_GENERATION if self.arguments.get(role)}
         return of_arguments | {

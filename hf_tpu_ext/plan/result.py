@@ -11,7 +11,7 @@ from ..step.train_step import MICRO_STEP, OPTIMIZER_STEP
 from ..trainers.online.rewarded import OF_EVALUATION
 from ..trainers.preference.reference_log_probs import REFERENCE_STEP
 from .hlo_cost import Cost
-from .programs import STATE_AND_BATCH, CompiledProgram, Generations, find_state
+from .programs import CompiledProgram, Generations, find_state
 
 
 @dataclass(frozen=True)
@@ -118,25 +118,29 @@ class Plan:
 
     def parts(self, program: CompiledProgram) -> dict[str, int]:
         """
-        What a chip holds while a compiled program runs, in bytes, as [`CompiledProgram.parts`]: its own, what stays on the
-        chip although this program does not use it (the optimizer's state during a micro-step), and the code of all
-        programs. While one runs that the compiler refuses, what it says, with what stays besides.
+        What a chip holds while a program runs, in bytes and in the order of the page: its own [`CompiledProgram.parts`], what stays on
+        the chip although this program does not use it (the optimizer's state during a micro-step), and the code of all programs. Of
+        one that the compiler refuses, what it says, which may be nothing and does not tell arguments apart, with what stays besides.
         """
-        if program.error is not None:
-            parts = program.parts
-            if STATE_AND_BATCH in parts:
-                parts[STATE_AND_BATCH] += self._unused_state(program)
-            return parts
-        code = sum(other.memory["generated_code"] for other in self.compiled_programs)
-        return program.parts | find_state(self.compiled_programs) | {"generated code": code}
+        if program.error is None:
+            code = sum(other.memory["generated_code"] for other in self.compiled_programs)
+            return program.parts | find_state(self.compiled_programs) | {"generated code": code}
+        parts = {}
+        if (arguments := program.bytes_said("arguments")) is not None:
+            parts["weights, state and batch"] = arguments + self._uncounted_state(program)
+        if (activations := program.bytes_said("program")) is not None:
+            parts["activations and code"] = activations
+        return parts
 
     def excess_bytes(self, program: CompiledProgram) -> int | None:
-        """By how much a program that the compiler refuses does not fit, where that is known."""
-        return None if program.excess_bytes is None else program.excess_bytes + self._unused_state(program)
+        """By how much a program that the compiler refuses does not fit, where it says so, with the state that it has not counted."""
+        said = program.bytes_said("Exceeded hbm capacity by")
+        return None if said is None else said + self._uncounted_state(program)
 
-    def _unused_state(self, program: CompiledProgram) -> int:
-        """Bytes that stay on the chip although a program does not use them."""
-        return sum(find_state(self.programs).values()) - sum(program.resident.values())
+    def _uncounted_state(self, program: CompiledProgram) -> int:
+        """Bytes that stay on the chip and are not in what the compiler says of a program that it refuses."""
+        not_used = sum(find_state(self.programs).values()) - sum(program.resident.values())
+        return not_used + program.uncounted_bytes
 
     @property
     def largest(self) -> CompiledProgram | None:
