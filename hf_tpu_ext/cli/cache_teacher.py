@@ -99,7 +99,7 @@ def run(argv: list[str]) -> int:
         if processes.index == 0:
             print(f"{kd_teacher}{own} on {teacher.backend.device_name}, {chips}, batch size {teacher.rows}")
         with trainer.chips.split_activations(trainer.model):
-            manifest = build_cache(teacher, sequences, writer, training_args.disable_tqdm, sharing)
+            manifest = build_cache(teacher, sequences, writer, training_args.disable_tqdm)
     if processes.index == 0:
         _report(directory, manifest, recipe)
     return 0

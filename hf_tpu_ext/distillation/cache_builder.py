@@ -14,7 +14,6 @@ from tqdm.auto import tqdm
 
 from ..backends.base import Backend
 from ..backends.compiled_function import CompiledFunction, end_unwatched
-from ..backends.processes import ALONE, Processes
 from ..data.static_shapes import pad_rows
 from ..layers.attention import static_masks
 from ..layers.batch_length import BatchLength
@@ -190,26 +189,21 @@ class Sequences:
         return self._datasets[dataset][row]["input_ids"]
 
 
-def build_cache(
-    teacher: TeacherRun, sequences: Sequences, writer: CacheWriter, quiet: bool = False, processes: Processes = ALONE
-) -> CacheManifest:
+def build_cache(teacher: TeacherRun, sequences: Sequences, writer: CacheWriter, quiet: bool = False) -> CacheManifest:
     """
-    Run a teacher over all sequences that the cache does not have yet.
+    Run a teacher over all sequences that the cache does not have yet. The processes of the `writer` share the work, each with a
+    teacher of its own, and the first shows the progress of all.
 
     Args:
         teacher ([`TeacherRun`]): The teacher.
         sequences ([`Sequences`]): The sequences.
         writer ([`CacheWriter`]): Writes the cache.
         quiet (`bool`, *optional*, defaults to `False`): Whether to show no progress.
-        processes ([`Processes`], *optional*):
-            The processes that share the work, each with a teacher of its own, as the `writer` has them. The first shows the
-            progress of all. By default there is one.
 
     Returns:
         [`CacheManifest`]: What the complete cache holds.
     """
-    settings = writer.settings
-    pending = writer.pending
+    settings, processes, pending = writer.settings, writer.processes, writer.pending
     num_left = sum(map(len, pending))
     teacher.model.eval()
     shapes = set()

@@ -95,7 +95,7 @@ class CacheWriter:
         self._shards: dict[int, Shard] = {}
         #: Whether its manifest is written.
         self.complete = False
-        self._processes = processes
+        self.processes = processes
         same = len(set(processes.exchange("the settings of a cache", settings))) == 1
         assert same, "processes have prepared different data"
         # All processes go on from the directory as the first finds it.
@@ -155,9 +155,9 @@ class CacheWriter:
         """
         own_entry = self._write_file(sequences, rows) if sequences else None
         self._shards |= dict(
-            entry for entry in self._processes.exchange("a file of a cache", own_entry) if entry is not None
+            entry for entry in self.processes.exchange("a file of a cache", own_entry) if entry is not None
         )
-        if self._processes.index == 0:
+        if self.processes.index == 0:
             self._note_progress()
 
     def _write_file(self, sequences: range, rows: list[Any]) -> tuple[int, Shard]:
@@ -206,7 +206,7 @@ class CacheWriter:
 
     def finish(self) -> CacheManifest:
         """Write the manifest, which makes the cache complete, and return it."""
-        self._processes.by_first("the end of a cache", self._finish)
+        self.processes.by_first("the end of a cache", self._finish)
         self.complete = True
         return read_manifest(self.directory)
 
