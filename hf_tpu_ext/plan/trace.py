@@ -21,6 +21,7 @@ from ..layers.attention import is_sliced
 from ..layers.layer_list import find_layers
 from ..quantization.packed_linear import count_parameters, names_of_packed
 from ..step.train_step import MICRO_STEP, OPTIMIZER_STEP
+from ..temporarily import temporarily
 from ..trainers.configs import ExtensionArguments
 from ..trainers.run.every_length import EveryLengthMixin
 from .programs import Argument, Generations, TracedProgram
@@ -292,27 +293,22 @@ def trace_run(train: Callable[[Callable[[type], type]], Any]) -> tuple[list[Trac
 @contextmanager
 def weights_left_out() -> Iterator[None]:
     """Within this context, models are made from their configuration alone, with parameters on the meta device."""
-    upstream = {name: vars(PreTrainedModel)[name] for name in ("from_pretrained", "_from_config", "to")}
+    make, move_to = vars(PreTrainedModel)["_from_config"].__func__, PreTrainedModel.to
 
     def from_config(cls, config: PreTrainedConfig, **kwargs) -> PreTrainedModel:
         with init_empty_weights():
-            model = upstream["_from_config"].__func__(cls, config, **kwargs)
+            model = make(cls, config, **kwargs)
         model.tie_weights()
         return model
 
     def move(self, *args, **kwargs) -> PreTrainedModel:
         # Accelerate moves a reference. It is placed later.
         is_left_out = any(parameter.is_meta for parameter in self.parameters())
-        return self if is_left_out else upstream["to"](self, *args, **kwargs)
+        return self if is_left_out else move_to(self, *args, **kwargs)
 
-    PreTrainedModel.to = move
-    PreTrainedModel.from_pretrained = classmethod(_from_pretrained)
-    PreTrainedModel._from_config = classmethod(from_config)
-    try:
+    methods = {"from_pretrained": classmethod(_from_pretrained), "_from_config": classmethod(from_config), "to": move}
+    with temporarily(PreTrainedModel, **methods):
         yield
-    finally:
-        for name, method in upstream.items():
-            setattr(PreTrainedModel, name, method)
 
 
 def _from_pretrained(
