@@ -142,17 +142,13 @@ def run(argv: list[str]) -> int:
     """
     with _stoppable() as stop:
         try:
-            return _run(argv, stop)
+            command, title, rest = take_command("plan", argv)
+            options, rest = _options(rest)
+            with json_output(options.json) as write_json:
+                return _plan(command, title, options, rest, stop, write_json)
         except _Stopped as stopped:
             print(f"The plan was stopped by {stopped} while {stop.during}. No plan was written.", file=sys.stderr)
             return 128 + stopped.signal
-
-
-def _run(argv: list[str], stop: _Stop) -> int:
-    command, title, rest = take_command("plan", argv)
-    options, rest = _options(rest)
-    with json_output(options.json) as write_json:
-        return _plan(command, title, options, rest, stop, write_json)
 
 
 def _plan(
