@@ -27,7 +27,7 @@ from ..backends import select_backend
 from ..backends.insight import Counters
 from ..export.make import export_run
 from ..formatting import count, kind_of_device
-from .check import Finding, WrongError
+from .check import Check, Finding, WrongError
 from .small_runs import RUNS, STEPS, Outcome, SmallRuns, finish, make_trainer
 from .speed import measure_speed
 from .trials import MECHANISMS
@@ -354,21 +354,19 @@ def main(directory: str, ticks: str, *names: str) -> int:
         return 0
     for name in names:
         began = time.monotonic()
-        line: dict[str, Any] = {"name": name, "status": "failed", "fix": MECHANISMS[name]}
         try:
-            outcome = mechanisms.find(name)
+            finding = mechanisms.find(name)
+            check = Check(name, "ok" if finding.applies else "none", finding.text, numbers={**finding.numbers})
         except Exception as error:
             # Whatever it is: the next mechanism is tried all the same.
             traceback.print_exc()
             words = str(error).strip().splitlines() or [""]
-            line["text"] = words[0] if isinstance(error, WrongError) else f"{type(error).__name__}: {words[0]}"
-        else:
-            line |= {"status": "ok" if outcome.applies else "none", "text": outcome.text, "fix": None}
-            line["numbers"] = outcome.numbers
-        line.setdefault("numbers", {})["seconds"] = round(time.monotonic() - began, 1)
+            text = words[0] if isinstance(error, WrongError) else f"{type(error).__name__}: {words[0]}"
+            check = Check(name, "failed", text, MECHANISMS[name])
+        check.numbers["seconds"] = round(time.monotonic() - began, 1)
         with open(ticks, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-        if line["status"] == "failed":
+            file.write(json.dumps(vars(check)) + "\n")
+        if check.status == "failed":
             return 1
     return 0
 
