@@ -1,40 +1,29 @@
 """What a report shows of a run: its logged numbers, and which of them are one picture; the phases that its time is divided into."""
 
 import re
-from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
-class Group:
-    """
-    Logged numbers that are one picture, each with its label there, by their names. Evaluations log the same with
-    `eval_` before it.
-    """
-
-    title: str
-    labels: dict[str, str]
-
-
-#: What is shown where it was logged, in this order.
-GROUPS = (
-    Group("Loss", {"loss": "loss"}),
+#: Logged numbers that are one picture, where they were logged and in this order: its title, and their labels in it, by their names.
+#: Evaluations log the same with `eval_` before it.
+GROUPS: tuple[tuple[str, dict[str, str]], ...] = (
+    ("Loss", {"loss": "loss"}),
     # GRPO and RLOO log these.
-    Group("Reward", {"reward": "mean", "reward_std": "standard deviation"}),
-    Group(
+    ("Reward", {"reward": "mean", "reward_std": "standard deviation"}),
+    (
         "Tokens of completions",
         {"completions/max_length": "max", "completions/mean_length": "mean", "completions/min_length": "min"},
     ),
     # DPO and KTO log these: beta times the log-probs of policy over reference.
-    Group("Rewards", {"rewards/chosen": "chosen", "rewards/rejected": "rejected", "rewards/margins": "margin"}),
+    ("Rewards", {"rewards/chosen": "chosen", "rewards/rejected": "rejected", "rewards/margins": "margin"}),
     # A reward model logs these over the rows of a batch.
-    Group("Rewards", {"max_reward": "max", "mean_reward": "mean", "min_reward": "min"}),
-    Group("Margin", {"margin": "margin"}),
-    Group("Accuracy", {"rewards/accuracies": "accuracy"}),
-    Group("Accuracy", {"accuracy": "accuracy"}),
-    Group("KL to the reference", {"kl": "KL"}),
-    Group("Log-probs of completions", {"logps/chosen": "chosen", "logps/rejected": "rejected"}),
-    Group("Learning rate", {"learning_rate": "learning rate"}),
-    Group("Gradient norm", {"grad_norm": "gradient norm"}),
+    ("Rewards", {"max_reward": "max", "mean_reward": "mean", "min_reward": "min"}),
+    ("Margin", {"margin": "margin"}),
+    ("Accuracy", {"rewards/accuracies": "accuracy"}),
+    ("Accuracy", {"accuracy": "accuracy"}),
+    ("KL to the reference", {"kl": "KL"}),
+    ("Log-probs of completions", {"logps/chosen": "chosen", "logps/rejected": "rejected"}),
+    ("Learning rate", {"learning_rate": "learning rate"}),
+    ("Gradient norm", {"grad_norm": "gradient norm"}),
 )
 #: What tables have beside the numbers of the groups.
 MORE_NAMES = ("mean_token_accuracy", "kd_loss")

@@ -15,12 +15,15 @@ from .record import Run, Session, points
 
 
 # The section on training shows these of what was logged.
-_NAMES = [*(name for group in GROUPS for name in group.labels), *MORE_NAMES]
+_NAMES = [*(name for _, labels in GROUPS for name in labels), *MORE_NAMES]
 
 
 def describe_run(run: Run, prices: Mapping[str, Price], plan_section: Section | None = None) -> Report:
     """Put together what is known of a run, with prices by kind of chip, and what was planned beside what was measured."""
+    how_to_draw = [] if can_draw() else [f"{HOW_TO_DRAW}: hf-tpu report {run.name}"]
     sections = [
+        Section("Notes", [*how_to_draw, *notes_on(run)]),
+        _parts(run),
         _curves(run),
         _samples(run),
         _other_metrics(run),
@@ -32,8 +35,6 @@ def describe_run(run: Run, prices: Mapping[str, Price], plan_section: Section | 
         _recipe(run),
         _versions(run),
     ]
-    notes = [] if can_draw() else [f"{HOW_TO_DRAW}: hf-tpu report {run.name}"]
-    sections[:0] = [Section("Notes", [*notes, *notes_on(run)]), _parts(run)]
     backend = run.begin["backend"]
     # Records of earlier versions do not say.
     hosts, processes = backend.get("hosts", 1), backend.get("processes", 1)
@@ -160,13 +161,13 @@ def _parts(run: Run) -> Section:
 def _curves(run: Run) -> Section:
     section = Section("Training")
     if can_draw():
-        for group in GROUPS:
+        for title, labels in GROUPS:
             training, held_out = (
-                {label: values for name, label in group.labels.items() if (values := points(logs, prefix + name))}
+                {label: values for name, label in labels.items() if (values := points(logs, prefix + name))}
                 for logs, prefix in ((run.logs, ""), (run.evaluations, "eval_"))
             )
             if training or held_out:
-                section.figures.append(draw_curves(group.title, training, held_out))
+                section.figures.append(draw_curves(title, training, held_out))
     for title, logs, prefix in (("Some of the logs", run.logs, ""), ("Evaluations", run.evaluations, "eval_")):
         # Callbacks have written the logs without a loss.
         if logs := [log for log in logs if prefix + "loss" in log]:
