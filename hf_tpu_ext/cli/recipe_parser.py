@@ -104,7 +104,7 @@ class RecipeParser(TrlParser):
                 arguments.resume_from_checkpoint = _boolean(arguments.resume_from_checkpoint)
         return instances
 
-    def split(self, recipe: Recipe) -> dict[str, argparse.Action | None]:
+    def split(self, recipe: Recipe) -> dict[str, argparse.Action]:
         """
         The keys of a recipe that are options of `accelerate launch`, in its order, with what that does with each. As with `trl`,
         what is also a field of the dataclasses is not among them.
@@ -149,31 +149,27 @@ class RecipeParser(TrlParser):
         return result
 
 
-def _launcher_actions() -> dict[str, argparse.Action | None]:
+def _launcher_actions() -> dict[str, argparse.Action]:
     """The options of `accelerate launch`, by their names with underscores."""
     from accelerate.commands.launch import launch_command_parser
 
-    actions = {
-        name.lstrip("-").replace("-", "_"): action
-        for action in launch_command_parser()._actions
-        for name in action.option_strings
-    }
     # `trl` adds one of its own.
-    return {**actions, "accelerate_config": None}
+    actions = [*launch_command_parser()._actions, argparse.Action(["--accelerate_config"], "accelerate_config")]
+    return {name.lstrip("-").replace("-", "_"): action for action in actions for name in action.option_strings}
 
 
-def _launcher_option(key: str, action: argparse.Action | None, recipe: Recipe) -> list[str]:
+def _launcher_option(key: str, action: argparse.Action, recipe: Recipe) -> list[str]:
     """An option of `accelerate launch` as `trl` hands it on."""
-    value, option = recipe.get(key), action.option_strings[-1] if action else f"--{key}"
+    value, option = recipe.get(key), action.option_strings[-1]
     literal = _boolean(value)
-    if action is not None and action.nargs == 0:
+    if action.nargs == 0:
         if not isinstance(literal, bool):
             raise UserError(f"{recipe.where(key)}: {key} is {value!r}, expected true or false.")
         return [option] if literal else []
     if value is True or isinstance(value, (dict, list)) or value is None:
         problem = "has no value" if value in (True, None) else f"is {value!r}"
         raise UserError(f"{recipe.where(key)}: {key} {problem}, expected one value: {key}: VALUE, or --{key} VALUE.")
-    if key in recipe.command_line or (action is not None and action.choices is not None):
+    if key in recipe.command_line or action.choices is not None:
         return [option, str(value)]
     return [option, str(literal)]
 
