@@ -242,19 +242,16 @@ def _prepare(kd_teacher, script_args, training_args, model_args, dataset_args, c
 
 
 def _report(directory: Path, manifest, recipe: Recipe) -> None:
-    from ..distillation.cache_format import LOW_COVERAGE, describe_coverage
-
     size = manifest.tokens * manifest.bytes_per_token
-    coverage = dict(zip(manifest.temperatures, manifest.coverage, strict=True))
     print(
         f"{manifest.sequences} sequences of {manifest.tokens} tokens, {manifest.bytes_per_token:.1f} bytes per token, "
         f"{size / 1e6:.1f} MB in {len(manifest.shards)} files"
     )
-    coverage_text = ", ".join(f"{share:.1%} at temperature {temperature:g}" for temperature, share in coverage.items())
+    coverage = zip(manifest.coverage, manifest.temperatures, strict=True)
+    coverage_text = ", ".join(f"{share:.1%} at temperature {temperature:g}" for share, temperature in coverage)
     print(f"The top {manifest.top_k} tokens hold of the teacher's mass: {coverage_text}")
-    for temperature, share in coverage.items():
-        if share < LOW_COVERAGE:
-            print(f"warning: {describe_coverage(share, temperature, manifest.top_k)}")
+    for warning in (line for temperature in manifest.temperatures for line in manifest.warn_of_tail(temperature)):
+        print(f"warning: {warning}")
     words = ["hf-tpu", "sft"]
     for option, path in (("--config", recipe.path), ("--smoke", recipe.smoke)):
         words += [] if path is None else [option, path]

@@ -14,11 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError
 from .cache_format import (
-    LOW_COVERAGE,
     MAKE,
     chat_template_hash,
     dataset_sequences,
-    describe_coverage,
     find_damage,
     read_manifest,
     read_sequence,
@@ -190,8 +188,7 @@ class TeacherCache:
                 f"{here[0].upper()}{here[1:]} has the token id {manifest.largest_id}, but the student's vocabulary has "
                 f"{vocab_size} tokens. Use a teacher with the student's vocabulary."
             )
-        share = manifest.coverage[manifest.temperatures.index(temperature)]
-        return [describe_coverage(share, temperature, manifest.top_k)] if share < LOW_COVERAGE else []
+        return manifest.warn_of_tail(temperature)
 
 
 def collate_with_teacher(

@@ -28,8 +28,8 @@ MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
 _FORMATS = "hf_tpu_ext teacher cache "
 FORMAT = f"{_FORMATS}2"
-#: Less of the teacher's mass than this in the top K is a warning.
-LOW_COVERAGE = 0.5
+# Less of the teacher's mass than this in the top K is a warning.
+_LOW_COVERAGE = 0.5
 MAKE = "hf-tpu cache-teacher --config recipe.yaml --kd_cache"
 
 
@@ -107,6 +107,16 @@ class CacheManifest(CacheSettings):
     sequences_per_shard: int
     shards: tuple[Shard, ...]
 
+    def warn_of_tail(self, temperature: float) -> list[str]:
+        """The warning, if one is due, that the top K hold little of the teacher's mass at one of the temperatures."""
+        share = self.coverage[self.temperatures.index(temperature)]
+        if share >= _LOW_COVERAGE:
+            return []
+        return [
+            f"The top {self.top_k} tokens hold {share:.0%} of the teacher's mass at temperature {temperature:g}: most of its mass "
+            "is in the tail bucket. Set a lower temperature or a larger kd_top_k."
+        ]
+
 
 def temperatures_with_normaliser(temperatures: tuple[float, ...]) -> list[float]:
     """Temperatures of a cache that a normaliser is stored for: all but 1, whose own is 0."""
@@ -136,14 +146,6 @@ def chat_template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _hash(value: Any) -> str:
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def describe_coverage(coverage: float, temperature: float, top_k: int) -> str:
-    """The warning that the top K hold little of the teacher's mass at a temperature."""
-    return (
-        f"The top {top_k} tokens hold {coverage:.0%} of the teacher's mass at temperature {temperature:g}: most of its mass "
-        "is in the tail bucket. Set a lower temperature or a larger kd_top_k."
-    )
 
 
 def find_damage(directory: Path, shard: Shard, verify: bool) -> str | None:
