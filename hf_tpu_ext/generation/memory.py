@@ -66,9 +66,6 @@ class CopiedWeights:
         if not backend.loops.in_programs or num_bytes > find_room(backend):
             self._stack, self._linear, self._layouts = None, {}, []
 
-    def __len__(self) -> int:
-        return len(self._layouts)
-
     @torch.no_grad()
     def make(self) -> list[Tensor]:
         """Copy the model's current weights, each whole for every chip."""

@@ -36,8 +36,8 @@ def test_on_the_host_linear_layers_have_their_matrices_transposed(xla):
         (stacked(xla), PARAMETERS * LAYERS + 1, 0),
     ):
         copied = CopiedWeights(model, xla)
-        assert len(copied) == count
         made = copied.make()
+        assert len(made) == count
         assert torch.equal(xla.fetch(made[head]), xla.fetch(model.lm_head.weight).T)
         with copied.read(made):
             assert model.lm_head.weight.shape == (SIZES["vocab_size"], SIZES["hidden_size"])
@@ -46,10 +46,9 @@ def test_on_the_host_linear_layers_have_their_matrices_transposed(xla):
 
 
 def test_on_tpu_layers_of_a_loop_have_theirs_one_by_one(xla, of_tpu):
-    assert len(CopiedWeights(make(), xla)) == 0
-    copied = CopiedWeights(of_tpu, xla)
-    made = xla.fetch(copied.make())
-    assert len(copied) == len(made) == PARAMETERS * LAYERS
+    assert CopiedWeights(make(), xla).make() == []
+    made = xla.fetch(CopiedWeights(of_tpu, xla).make())
+    assert len(made) == PARAMETERS * LAYERS
     parts = [part for parameter in xla.fetch(list(of_tpu.model.layers.tensors.values())) for part in parameter]
     assert all(map(torch.equal, made, parts))
 
@@ -81,10 +80,10 @@ def test_nothing_is_copied_without_room(xla, of_tpu, monkeypatch):
     needed = sum(parameter.nbytes for parameter in of_tpu.model.layers.tensors.values())
     for num_bytes, count in ((4 * needed, PARAMETERS * LAYERS), (4 * needed - 1, 0), (None, 0)):
         monkeypatch.setattr(XLABackend, "memory_per_chip", num_bytes)
-        assert len(CopiedWeights(of_tpu, xla)) == count
+        assert len(CopiedWeights(of_tpu, xla).make()) == count
     monkeypatch.setattr(xla.kernels, "platform", "cpu")
     monkeypatch.setattr(memory, "_MOST_MEMORY", 0)
-    assert len(CopiedWeights(of_tpu, xla)) == 0
+    assert CopiedWeights(of_tpu, xla).make() == []
 
 
 def test_a_weight_that_is_computed_stays(xla):
@@ -92,7 +91,7 @@ def test_a_weight_that_is_computed_stays(xla):
     for each in (model, eager):
         nn.utils.parametrizations.weight_norm(each.model.layers[0].mlp.up_proj)
     model = place(model, xla)
-    assert len(CopiedWeights(model, xla)) == LINEAR * LAYERS
+    assert len(CopiedWeights(model, xla).make()) == LINEAR * LAYERS
     generator = Generator(model, xla, GenerationConfig(**GREEDY), [16])
     assert generator.generate(PROMPTS).token_ids == generate_eagerly(eager, PROMPTS, **GREEDY)
 
