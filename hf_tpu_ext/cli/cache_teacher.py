@@ -163,9 +163,12 @@ def _load(kd_teacher, training_args, model_args, compute_dtype):
 
 def _load_splits(script_args, training_args, dataset_args):
     """Load the recipe's training split, and its evaluation split or `None`, as TRL's script does."""
+    import numpy as np
     from datasets import load_dataset
     from trl import get_dataset
 
+    # As for training: the rows that `test_split_size` holds out are those that NumPy's generator says.
+    np.random.seed(training_args.seed)
     with naming_broken_rows(script_args, dataset_args):
         if dataset_args.datasets:
             dataset = get_dataset(dataset_args)

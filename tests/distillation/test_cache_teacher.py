@@ -145,6 +145,14 @@ def test_smoke(xla, tiny, recipe, tmp_path, monkeypatch, capsys):
     assert (manifest.top_k, manifest.teacher) == (16, str(tiny / "teacher"))
 
 
+def test_rows_that_are_held_out_are_those_of_training(xla, tiny, recipe, capsys):
+    """Not all have a place in the cache, without eval_strategy: training would look for others."""
+    rows = {"datasets": [{"path": "json", "data_files": str(tiny / "data" / "train.jsonl")}], "test_split_size": 0.25}
+    path = recipe(dataset_name=None, eval_strategy=None, max_steps=1, report_to="none", save_strategy="no", **rows)
+    assert main(["cache-teacher", "--config", path, "--kd_teacher", str(tiny / "teacher")]) == 0
+    assert main(["sft", "--config", path, "--per_device_train_batch_size", "2"]) == 0, capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("changes", "extra", "message"),
     [
