@@ -36,7 +36,8 @@ def head_wrapped_by(wrap: Callable[[Callable], Callable]) -> AbstractContextMana
 
 class LoopedLogProbs(torch.autograd.Function):
     """
-    `trl.kernels.ChunkedLogProbFunction`, with the slices of the vocabulary as the iterations of one loop.
+    `trl.kernels.ChunkedLogProbFunction`, with the slices of the vocabulary as the iterations of one loop. It is applied to a backend, and
+    then as upstream's; `chunk_size` is the width of upstream's slices, which is not that of these.
 
     Upstream's is a loop of Python, of which XLA sees every turn: the program grows with the tokens and with the
     vocabulary, and with it the memory, since the compiler overlaps the turns. What a turn computes is upstream's, too. The
@@ -48,7 +49,19 @@ class LoopedLogProbs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, softcap, scale, outputs, backend):
+    def forward(
+        ctx,
+        backend: Backend,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        softcap: float | None = None,
+        scale: float = 1.0,
+        outputs: tuple[str, ...] = OPTIONAL_OUTPUTS,
+    ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         ctx.dtype = matmul_dtype(hidden)
         ctx.backend, ctx.is_manual = backend, backend.manual_sharding.active
@@ -61,7 +74,7 @@ class LoopedLogProbs(torch.autograd.Function):
         }
         # What the derivative of a soft cap is depends on each logit.
         ctx.factor = (
-            scale / temperature if softcap is None and ctx.needs_input_grad[:3] == (True, False, False) else None
+            scale / temperature if softcap is None and ctx.needs_input_grad[1:4] == (True, False, False) else None
         )
         flags = {f"HAS_{name.upper()}": name in outputs for name in OPTIONAL_OUTPUTS}
         (tokens, _), vocabulary = hidden.shape, weight.shape[0]
@@ -105,8 +118,8 @@ class LoopedLogProbs(torch.autograd.Function):
     def backward(ctx, log_probs_grad, entropy_grad, *_):
         hidden, weight, bias, targets, log_total, entropy, towards_target = ctx.saved_tensors
         if towards_target is not None and entropy_grad is None:
-            return (ctx.factor * log_probs_grad[:, None] * towards_target).to(hidden.dtype), *[None] * 8
-        _, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+            return None, (ctx.factor * log_probs_grad[:, None] * towards_target).to(hidden.dtype), *[None] * 8
+        _, needs_weight, needs_bias = ctx.needs_input_grad[1:4]
         tokens, vocabulary = hidden.shape[0], weight.shape[0]
 
         def differentiate(start: Tensor, size: int, constants: tuple, gradients: tuple) -> tuple:
@@ -146,7 +159,7 @@ class LoopedLogProbs(torch.autograd.Function):
             None if gradient is None else gradient.to(tensor.dtype)
             for gradient, tensor in zip(gradients, (hidden, weight, bias), strict=True)
         )
-        return *gradients, *[None] * 6
+        return None, *gradients, *[None] * 6
 
 
 def _rows(weight: Tensor, start: Tensor, size: int, ctx) -> Tensor:
@@ -184,37 +197,3 @@ def _over_slices(
         if rest:
             carry = body(torch.full((), count * size, device=starts.device), rest, constants, carry)
     return carry
-
-
-def score_tokens(
-    backend: Backend,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: float,
-    chunk_size: int,
-    softcap: float | None = None,
-    scale: float = 1.0,
-    outputs: tuple[str, ...] = OPTIONAL_OUTPUTS,
-) -> tuple[Tensor | None, ...]:
-    """
-    What `trl.kernels.ChunkedLogProbFunction.apply` computes, by [`LoopedLogProbs`].
-
-    Args:
-        backend ([`Backend`]): The backend in use.
-        hidden (`torch.Tensor` of shape `(tokens, hidden_size)`): Last hidden states.
-        weight (`torch.Tensor` of shape `(vocabulary, hidden_size)`):
-            Weight of the head. No gradient is computed for it where it is frozen.
-        bias (`torch.Tensor` of shape `(vocabulary,)`, *optional*): Its bias.
-        targets (`torch.Tensor` of shape `(tokens,)`): Next tokens, each within the vocabulary.
-        chunk_size (`int`): Width of upstream's slices, which is not that of these.
-        temperature, softcap, scale, outputs:
-            As upstream.
-
-    Returns:
-        `tuple[torch.Tensor | None, ...]` of shape `(tokens,)`: Log-probability of the target, entropy, logarithm of the sum
-        of squared probabilities, mean logit, and whether the target is the most likely token. `None` for what is not asked
-        for. The first two have gradients.
-    """
-    return LoopedLogProbs.apply(hidden, weight, bias, targets, temperature, softcap, scale, outputs, backend)

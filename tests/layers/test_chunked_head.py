@@ -1,6 +1,7 @@
 """The chunked head gives upstream's numbers, in a program that does not grow."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS
 
 from hf_tpu_ext.backends.cpu import CPUBackend
 from hf_tpu_ext.layers import chunked_head
-from hf_tpu_ext.layers.chunked_head import score_tokens
+from hf_tpu_ext.layers.chunked_head import LoopedLogProbs
 
 
 TOKENS, HIDDEN, VOCABULARY = 24, 16, 150
@@ -69,7 +70,7 @@ def test_numbers_are_those_of_all_logits_at_once(xla, batch, settings, is_lazy):
     backend = xla if is_lazy else CPU
     sent = backend.send({name: tensor.clone() for name, tensor in batch.items()})
     leaves = [sent[name].requires_grad_() for name in ("hidden", "weight", "bias")]
-    outputs = score_tokens(backend, *leaves, sent["targets"], settings[0], 64, *settings[1:])
+    outputs = LoopedLogProbs.apply(backend, *leaves, sent["targets"], settings[0], 64, *settings[1:])
     total = (outputs[0] * sent["by_log_prob"]).sum() + (outputs[1] * sent["by_entropy"]).sum()
     found = backend.fetch([outputs, torch.autograd.grad(total, leaves)])
     for mine, other in zip([*found[0], *found[1]], sum(reference(batch, *settings), ()), strict=True):
@@ -98,7 +99,7 @@ def test_bfloat16_products_are_as_exact_as_upstreams(xla, batch, monkeypatch):
         assert {tensor.dtype for tensor in found} == {torch.float32}
         return [(mine - other).norm() / other.norm() for mine, other in zip(found, exact, strict=True)]
 
-    mine, upstreams = errors(lambda *args: score_tokens(xla, *args)), errors(ChunkedLogProbFunction.apply)
+    mine, upstreams = errors(partial(LoopedLogProbs.apply, xla)), errors(ChunkedLogProbFunction.apply)
     for error, upstream in zip(mine, upstreams, strict=True):
         assert 1e-6 < error < 1.2 * upstream
 
@@ -109,7 +110,9 @@ def test_numbers_of_a_frozen_head(xla, batch, settings, by_entropy):
     given = batch if by_entropy else {**batch, "by_entropy": torch.zeros(TOKENS)}
     sent = xla.send({name: tensor.clone() for name, tensor in given.items()})
     hidden = sent["hidden"].requires_grad_()
-    outputs = score_tokens(xla, hidden, sent["weight"], sent["bias"], sent["targets"], settings[0], 64, *settings[1:])
+    outputs = LoopedLogProbs.apply(
+        xla, hidden, sent["weight"], sent["bias"], sent["targets"], settings[0], 64, *settings[1:]
+    )
     total = (outputs[0] * sent["by_log_prob"]).sum()
     if by_entropy:
         total = total + (outputs[1] * sent["by_entropy"]).sum()
@@ -138,7 +141,7 @@ def test_a_frozen_head_in_bfloat16_is_as_exact_as_upstream(xla, batch, sure):
         (log_probs * sent["by_log_prob"]).sum().backward()
         return (xla.fetch(hidden.grad) - exact).norm() / exact.norm()
 
-    assert error(lambda *args: score_tokens(xla, *args)) < 1.1 * error(ChunkedLogProbFunction.apply)
+    assert error(partial(LoopedLogProbs.apply, xla)) < 1.1 * error(ChunkedLogProbFunction.apply)
 
 
 def test_a_frozen_head_costs_no_gradient(xla, batch):
@@ -147,7 +150,7 @@ def test_a_frozen_head_costs_no_gradient(xla, batch):
     for trains in (False, True):
         sent = xla.send({name: batch[name].clone() for name in ("hidden", "weight", "targets")})
         hidden, weight = sent["hidden"].requires_grad_(), sent["weight"].requires_grad_(trains)
-        score_tokens(xla, hidden, weight, None, sent["targets"], 1.0, 64)[0].sum().backward()
+        LoopedLogProbs.apply(xla, hidden, weight, None, sent["targets"], 1.0, 64)[0].sum().backward()
         wanted = [tensor.grad for tensor in (hidden, weight) if tensor.grad is not None]
         assert len(wanted) == 1 + trains
         programs[trains] = torch_xla._XLAC._get_xla_tensors_hlo(wanted)
@@ -159,7 +162,9 @@ def program_of(xla, tokens, vocabulary):
     sent = xla.send({"hidden": torch.zeros(tokens, HIDDEN), "targets": torch.zeros(tokens, dtype=torch.int64)})
     hidden = sent["hidden"].requires_grad_()
     weight = xla.send(torch.zeros(vocabulary, HIDDEN)).requires_grad_()
-    outputs = score_tokens(xla, hidden, weight, None, sent["targets"], 1.0, 64, outputs=("entropy", "is_top1"))
+    outputs = LoopedLogProbs.apply(
+        xla, hidden, weight, None, sent["targets"], 1.0, 64, None, 1.0, ("entropy", "is_top1")
+    )
     outputs[0].sum().backward()
     return torch_xla._XLAC._get_xla_tensors_hlo([*outputs[:2], outputs[4], hidden.grad, weight.grad])
 

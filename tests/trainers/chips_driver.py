@@ -133,9 +133,9 @@ def run(
 
     score = chunked_head.LoopedLogProbs.apply
 
-    def watch_tokens(hidden, *rest):
+    def watch_tokens(backend, hidden, *rest):
         trainer.head_tokens.add(hidden.shape[0])
-        return score(hidden, *rest)
+        return score(backend, hidden, *rest)
 
     place_as, placed = trainer.backend.place_as, []
 

@@ -13,7 +13,7 @@ from transformers.trainer_utils import unwrap_peft_model
 
 from ...errors import UserError
 from ...layers.attention import static_masks
-from ...layers.chunked_head import head_computed_by, score_tokens
+from ...layers.chunked_head import LoopedLogProbs, head_computed_by
 from ...step.optimizer import clip_gradients
 from ...temporarily import temporarily
 from ..checks.upstream import checkpointing_left_on
@@ -65,7 +65,7 @@ class StepsMixin:
         with ExitStack() as stack:
             stack.enter_context(static_masks(segment_ids, sdpa=not self.backend.traces_steps))
             if self.backend.traces_steps:
-                stack.enter_context(head_computed_by(partial(score_tokens, self.backend)))
+                stack.enter_context(head_computed_by(partial(LoopedLogProbs.apply, self.backend)))
                 stack.enter_context(self.chips.tokens_stay_on_chips())
             if self.compiles_steps:
                 stack.enter_context(checkpointing_left_on(type(self)))
