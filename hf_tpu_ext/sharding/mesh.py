@@ -3,6 +3,7 @@
 import math
 
 from ..errors import UserError
+from ..formatting import count
 
 
 #: Axes of the mesh, outermost first. Rows of a batch are split over both; weights over `fsdp` only.
@@ -52,31 +53,20 @@ def resolve_mesh(mesh: str | None, num_chips: int) -> dict[str, int]:
         ]
         otherwise = f"set num_chips={places}" if places < num_chips else f"run on {places} chips"
         raise UserError(
-            f"mesh={mesh!r} is for {places} chip{'s' if places > 1 else ''}, not {num_chips}. Set "
+            f"mesh={mesh!r} is for {count(places, 'chip')}, not {num_chips}. Set "
             f"mesh to one of {', '.join(options)}, or {otherwise}."
         )
     return {name: sizes.get(name, 1) for name in AXES}
 
 
-def axes_across_hosts(mesh: dict[str, int], chips_per_host: int) -> list[str]:
-    """Axes along which hosts exchange data, where the chips of a host follow one another."""
-    places = range(math.prod(mesh.values()))
-    across: list[str] = []
-    inner = 1
-    for name in reversed(AXES):
-        steps = [(place, place + inner) for place in places if (place // inner) % mesh[name] < mesh[name] - 1]
-        if any(one // chips_per_host != other // chips_per_host for one, other in steps):
-            across.insert(0, name)
-        inner *= mesh[name]
-    return across
-
-
 def describe_hosts(mesh: dict[str, int], num_hosts: int) -> str:
-    """Words for what hosts of as many chips exchange, e.g. `"4 hosts of 4 chips: data crosses hosts, fsdp stays within one"`."""
+    """Words for what several hosts of as many chips exchange, e.g. `"4 hosts of 4 chips: data crosses hosts, fsdp stays within one"`."""
     chips = math.prod(mesh.values()) // num_hosts
-    across = axes_across_hosts(mesh, chips)
-    within = [name for name in AXES if mesh[name] > 1 and name not in across]
-    words = f"{num_hosts} hosts of {chips} chip{'s' if chips > 1 else ''}: {' and '.join(across)} "
+    # The chips of a host follow one another, and those of a group of `fsdp` do.
+    crosses = {"data": mesh["data"] > 1, "fsdp": chips % mesh["fsdp"] > 0}
+    across = [name for name in AXES if crosses[name]]
+    within = [name for name in AXES if mesh[name] > 1 and not crosses[name]]
+    words = f"{num_hosts} hosts of {count(chips, 'chip')}: {' and '.join(across)} "
     words += "cross hosts" if len(across) > 1 else "crosses hosts"
     return words + (f", {within[0]} stays within one" if within else "")
 
