@@ -1,6 +1,7 @@
 """Frozen weights in half the memory, with the same numbers: kept in bfloat16 where that holds them exactly."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from peft import PeftModel, PeftType
@@ -193,9 +194,5 @@ class FrozenWeights:
 
     def in_float32(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """Give a state dict on the host the float32 that it has without this. Tied weights stay one tensor."""
-        copies: dict[int, Tensor] = {}
-        for name in self.names & state_dict.keys():
-            tensor = state_dict[name]
-            if id(tensor) not in copies:
-                copies[id(tensor)] = tensor.float()
-        return {name: copies.get(id(tensor), tensor) for name, tensor in state_dict.items()}
+        widen = cache(Tensor.float)
+        return {name: widen(tensor) if name in self.names else tensor for name, tensor in state_dict.items()}

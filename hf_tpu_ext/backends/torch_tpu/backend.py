@@ -4,7 +4,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 from typing import Any
 
@@ -25,7 +25,7 @@ from ..compile_cache import CacheUse, CompileCache, cache_root
 from ..detect import tpu_chips, tpu_kind
 from ..device_processes import DeviceProcesses
 from ..host import enable_hugepages, peak_of_process
-from ..insight import Counters, Insight
+from ..insight import Counters
 from ..processes import ALONE, Processes
 from ..program_parts import Loops
 from ..streamed import stream_tensor
@@ -37,14 +37,6 @@ _CACHE_VARIABLE = "TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT"
 # Not the flash kernel, whose gradients others have found to be NaN in compiled steps. torch_tpu's own compiled steps
 # (`SingleTraceTrainer`) leave it out, too.
 _COMPILED_ATTENTION = [SDPBackend.OVERRIDEABLE, SDPBackend.MATH]
-
-
-class TorchTPUInsight(Insight):
-    """What torch_tpu tells about reads, which is nothing: those of the trainers are counted here, and no others."""
-
-    def __init__(self):
-        #: Transfers from the device that the trainers asked for.
-        self.reads = 0
 
 
 class TorchTPULoops(Loops):
@@ -72,12 +64,13 @@ class TorchTPUBackend(Backend):
 
     def __init__(self, reason: str):
         super().__init__(reason)
-        self.insight = TorchTPUInsight()
         self.loops = TorchTPULoops()
         self.programs = TorchTPUPrograms(self)
         self._on_chip = tpu_chips() > 0
         # Functions that were compiled, and their calls.
         self._functions = self._calls = 0
+        # Transfers from the device that the trainers asked for. Of others, torch_tpu says nothing.
+        self._reads = 0
         #: Calls of functions by their program, none of their Python.
         self.replays = 0
         self._as_written = False
@@ -220,7 +213,7 @@ class TorchTPUBackend(Backend):
         def read_later(tensor: torch.Tensor) -> Any:
             return stream_tensor(tensor, self._to_host) if is_split(tensor) else self._to_host(tensor)
 
-        self.insight.reads += 1
+        self._reads += 1
         return map_tensors(read_later, data)
 
     # ---- Steps ----
@@ -232,16 +225,9 @@ class TorchTPUBackend(Backend):
         self.wait()
         if on_finished is not None:
             on_finished()
+        self._reads += 1
         # A tensor that stands in it twice (tied weights) stays one tensor.
-        host_tensors: dict[int, torch.Tensor] = {}
-
-        def read(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) not in host_tensors:
-                host_tensors[id(tensor)] = self._to_host(tensor)
-            return host_tensors[id(tensor)]
-
-        self.insight.reads += 1
-        return map_tensors(read, data)
+        return map_tensors(cache(self._to_host), data)
 
     def separate(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return list(torch.ops.tpu._optimization_barrier(tensors))
@@ -335,7 +321,7 @@ class TorchTPUBackend(Backend):
             compile_seconds=sum(entry.compilation_duration.total_seconds() for entry in stats.per_entry_stats),
             # Operators ask for their program each time, functions once.
             executions=stats.num_cache_reqs - self._functions + self._calls,
-            reads=self.insight.reads,
+            reads=self._reads,
             replays=self.replays,
             loads=misses - stats.num_compilations,
         )

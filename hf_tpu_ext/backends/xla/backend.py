@@ -21,7 +21,7 @@ from ..detect import local_chips, show_chips, tpu_kind
 from ..host import enable_hugepages, peak_of_process
 from ..insight import Counters
 from ..processes import Processes
-from ..streamed import StreamedTensor, stream_tensor
+from ..streamed import stream_tensor
 from .graphs import pending
 from .hosts import hosts_of_slice, join_hosts, read_split
 from .insight import XLAInsight, metric
@@ -301,33 +301,25 @@ class XLABackend(Backend):
     def fetch(self, data: Any, on_finished: Callable[[], None] | None = None) -> Any:
         # One transfer for the whole structure. A tensor that stands in it twice (tied weights) is fetched once and stays
         # one tensor, so that what is saved from it is stored once.
-        unique = {id(tensor): tensor for tensor in tensors_in(data) if tensor.device.type == "xla"}
-        tensors = [tensor.detach() for tensor in unique.values()]
+        unique = dict.fromkeys(tensor for tensor in tensors_in(data) if tensor.device.type == "xla")
+        tensors = [tensor.detach() for tensor in unique]
         self.flush()
         xm.wait_device_ops()
         if on_finished is not None:
             on_finished()
         with self.insight.own_reads():
             host_tensors = dict(zip(unique, self._to_host(tensors), strict=True))
-        return map_tensors(lambda tensor: host_tensors.get(id(tensor), tensor), data)
+        return map_tensors(lambda tensor: host_tensors.get(tensor, tensor), data)
 
     def stream(self, data: Any) -> Any:
-        on_device = {id(tensor): tensor for tensor in tensors_in(data) if tensor.device.type == "xla"}
-        if sum(tensor.nbytes for tensor in on_device.values()) <= FETCHED_AT_ONCE:
+        on_device = dict.fromkeys(tensor for tensor in tensors_in(data) if tensor.device.type == "xla")
+        if sum(tensor.nbytes for tensor in on_device) <= FETCHED_AT_ONCE:
             # A transfer for each tensor, or row of stacked ones, would take longer.
             return self.fetch(data)
         self.wait()
         # One that stands in it twice is written once.
-        stand_ins: dict[int, torch.Tensor | StreamedTensor] = {}
-
-        def stand_in(tensor: torch.Tensor) -> torch.Tensor | StreamedTensor:
-            if tensor.device.type != "xla":
-                return tensor
-            if id(tensor) not in stand_ins:
-                stand_ins[id(tensor)] = stream_tensor(tensor.detach(), self._read)
-            return stand_ins[id(tensor)]
-
-        return map_tensors(stand_in, data)
+        stand_ins = {tensor: stream_tensor(tensor.detach(), self._read) for tensor in on_device}
+        return map_tensors(lambda tensor: stand_ins.get(tensor, tensor), data)
 
     def _read(self, tensor: torch.Tensor, row: int | None) -> torch.Tensor:
         if row is not None:
