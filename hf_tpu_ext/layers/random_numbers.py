@@ -186,16 +186,6 @@ class RandomNumbers(AbstractContextManager):
         unused = 31 - _BITS.get(dtype, 24)
         return (self.bits(shape, device) & (0x7FFFFFFF >> unused << unused)).float() * 2.0**-31
 
-    def normal(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Numbers of the normal distribution with mean 0 and variance 1, in float32."""
-        # Box and Muller, 1958, with a logarithm of numbers that are never 0.
-        radius = (-2 * _portion(self.bits(shape, device)).log()).sqrt()
-        return radius * (2 * torch.pi * self.uniform(shape, device)).cos()
-
-    def exponential(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Numbers of the exponential distribution with rate 1, in float32, none of them 0."""
-        return -(-_portion(self.bits(shape, device))).log1p()
-
     def _places(self, shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
         """Places of the rows of a tensor among those of all chips, of as many dimensions, and of its columns."""
         size = 1
@@ -279,11 +269,14 @@ def _uniform(numbers, like: Tensor, a: float = 0.0, b: float = 1.0, *, to: float
 
 
 def _normal(numbers, like: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    return numbers.normal(like.shape, like.device) * std + mean
+    # Box and Muller, 1958, with a logarithm of numbers that are never 0.
+    radius = (-2 * _portion(numbers.bits(like.shape, like.device)).log()).sqrt()
+    return radius * (2 * torch.pi * numbers.uniform(like.shape, like.device)).cos() * std + mean
 
 
 def _exponential(numbers, like: Tensor, lambd: float = 1.0) -> Tensor:
-    return numbers.exponential(like.shape, like.device) / lambd
+    # None of them is 0.
+    return -(-_portion(numbers.bits(like.shape, like.device))).log1p() / lambd
 
 
 def _bernoulli(numbers, like: Tensor, p: Any = 0.5) -> Tensor:
@@ -306,28 +299,29 @@ def _new(make_empty: Callable, fill: Callable) -> Callable:
 def _integers(numbers: RandomNumbers, like: Tensor, low: int, high: int) -> Tensor:
     # The high bits of a product, so that all are as likely: a remainder would favour the smaller ones. It holds in 63 bits.
     places = torch.full((), 31, device=like.device)
-    return torch.bitwise_right_shift(numbers.bits(like.shape, like.device).long() * (high - low), places) + low
+    integers = torch.bitwise_right_shift(numbers.bits(like.shape, like.device).long() * (high - low), places) + low
+    return integers.to(like.dtype)
+
+
+def _take_bounds(bounds: Sequence[int], options: dict[str, Any]) -> Sequence[int]:
+    """The bounds of integers, of which the lower one may be left out. Those that are among the options are taken out of these."""
+    bounds = [*bounds, *(options.pop(name) for name in ("low", "high") if name in options)]
+    return bounds if len(bounds) == 2 else (0, *bounds)
 
 
 def _randint(numbers: RandomNumbers, func: Callable, *args: Any, **kwargs: Any):
     options = dict(kwargs)
     *bounds, size = *args, *([options.pop("size")] if "size" in options else [])
-    bounds += [options.pop(name) for name in ("low", "high") if name in options]
-    low, high = bounds if len(bounds) == 2 else (0, *bounds)
+    bounds = _take_bounds(bounds, options)
     empty = torch.empty(size, **{"dtype": torch.int64, **options})
-    if not _on_device(empty):
-        return func(*args, **kwargs)
-    return _integers(numbers, empty, low, high).to(empty.dtype)
+    return _integers(numbers, empty, *bounds) if _on_device(empty) else func(*args, **kwargs)
 
 
 def _randint_like(numbers: RandomNumbers, func: Callable, input: Tensor, *args: Any, **kwargs: Any):
-    bounds = [*args, *(kwargs[name] for name in ("low", "high") if name in kwargs)]
-    low, high = bounds if len(bounds) == 2 else (0, *bounds)
-    others = {name: value for name, value in kwargs.items() if name not in ("low", "high")}
-    empty = torch.empty_like(input, **others)
-    if not _on_device(empty):
-        return func(input, *args, **kwargs)
-    return _integers(numbers, empty, low, high).to(empty.dtype)
+    options = dict(kwargs)
+    bounds = _take_bounds(args, options)
+    empty = torch.empty_like(input, **options)
+    return _integers(numbers, empty, *bounds) if _on_device(empty) else func(input, *args, **kwargs)
 
 
 def _bernoulli_of(numbers: RandomNumbers, func: Callable, input: Tensor, *args: Any, **kwargs: Any):
