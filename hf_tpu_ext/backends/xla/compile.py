@@ -273,15 +273,12 @@ class XLACompiledFunction(CompiledFunction):
         program = self._programs.get(key)
         if program is None or not program.is_checked or not program.is_kept(compiles):
             return self._trace(key, program, state, call)
-        results = self._replay(program, state, call.tensors)
-        self.replays, program.compiles = True, compiles
-        return results
-
-    def _replay(self, program: Executable, state: list[torch.Tensor], data: list[torch.Tensor]) -> Any:
         try:
-            return program.run([*state, *data], self._find_aliases(state))
+            results = program.run([*state, *call.tensors], self._find_aliases(state))
         except (AttributeError, TypeError, RuntimeError) as error:
             self._raise_after(error, program, state)
+        self.replays, program.compiles = True, compiles
+        return results
 
     # ---- What has changed ----
 
