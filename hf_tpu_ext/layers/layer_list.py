@@ -1,7 +1,7 @@
 """The layers of a model, and the pattern in which they repeat: layers that are the same but for the values of their parameters."""
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -36,10 +36,14 @@ class Pattern(NamedTuple):
         """The first layer after the last period."""
         return self.first + self.period * self.num_periods
 
-    def numbers(self, run: int) -> list[int]:
-        """The layers of a run, in all periods."""
-        first = self.first + sum(self.runs[:run])
-        return [number + place for number in range(first, self.end, self.period) for place in range(self.runs[run])]
+    @property
+    def numbers(self) -> list[list[int]]:
+        """The layers of each run, in all periods."""
+        firsts = accumulate(self.runs[:-1], initial=self.first)
+        return [
+            [number + place for number in range(first, self.end, self.period) for place in range(length)]
+            for first, length in zip(firsts, self.runs, strict=True)
+        ]
 
 
 class CalledLayers(nn.ModuleList):
@@ -175,8 +179,7 @@ def why_no_loop(layers: Sequence[nn.Module], hook: Callable | None = None) -> st
 def why_layers_differ(layers: Sequence[nn.Module], patterns: Sequence[Pattern]) -> str | None:
     """Why layers of patterns cannot run as loops any more: what differs."""
     for pattern in patterns:
-        for run in range(len(pattern.runs)):
-            first, *others = pattern.numbers(run)
+        for first, *others in pattern.numbers:
             for number in others:
                 if (reason := why_layer_differs(layers, first, number)) is not None:
                     return reason

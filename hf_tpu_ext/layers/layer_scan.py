@@ -61,15 +61,13 @@ class LayerStack(CalledLayers):
         #: How the layers repeat.
         self.patterns = list(patterns) or [Pattern(0, (1,), len(layers))]
         self._backend, self._rematerialization = backend, rematerialization
-
-        def make_template(numbers: list[int]) -> Template:
-            layer = self._layers[numbers[0]]
-            return Template(numbers, layer, derive(layer), plain)
-
         self._loops: list[PatternLoop] = []
         self._templates: list[Template] = []
         for pattern in self.patterns:
-            templates = [make_template(pattern.numbers(run)) for run in range(len(pattern.runs))]
+            templates = [
+                Template(numbers, layer := self._layers[numbers[0]], derive(layer), plain)
+                for numbers in pattern.numbers
+            ]
             self._loops.append(PatternLoop(pattern, templates, backend, rematerialization == "dots", by_rows))
             self._templates += templates
         # For each layer of a pattern, its loop.
@@ -213,11 +211,6 @@ class LayerStack(CalledLayers):
         return functional_call(layer, parts, (hidden, *args), kwargs)
 
 
-def _names_of_layers(template: Template, name: str) -> list[str]:
-    """The names of a parameter in the layers that a template computes for."""
-    return [f"{number}.{name}" for number in template.numbers]
-
-
 def _split_state(stack: LayerStack, state_dict: dict[str, Tensor], prefix: str, _) -> None:
     keys = [prefix + name for name in stack.tensors if prefix + name in state_dict]
     # On the host: on the device they would be there twice.
@@ -225,16 +218,14 @@ def _split_state(stack: LayerStack, state_dict: dict[str, Tensor], prefix: str, 
     for template in stack._templates:
         for name, stacked_name in zip(template.names, template.stacked_names, strict=True):
             if prefix + stacked_name in host_state:
-                for of_layer, part in zip(
-                    _names_of_layers(template, name), host_state[prefix + stacked_name], strict=True
-                ):
-                    state_dict[prefix + of_layer] = part.clone()
+                for number, part in zip(template.numbers, host_state[prefix + stacked_name], strict=True):
+                    state_dict[f"{prefix}{number}.{name}"] = part.clone()
 
 
 def _stack_state(stack: LayerStack, state_dict: dict[str, Tensor], prefix: str, *_) -> None:
     for template in stack._templates:
         for name in template.names:
-            keys = [prefix + of_layer for of_layer in _names_of_layers(template, name)]
+            keys = [f"{prefix}{number}.{name}" for number in template.numbers]
             if keys[-1] in state_dict:
                 parts = [state_dict.pop(key) for key in keys]
                 state_dict[keys[0]] = torch.stack(parts)

@@ -101,7 +101,7 @@ def forward_and_backward(xla, model, policy=None, dtype=None):
     loss, gradients = xla.fetch([loss, gradients])
     if stack is not None:
         prefix = "model.layers."
-        runs = [pattern.numbers(run) for pattern in stack.patterns for run in range(len(pattern.runs))]
+        runs = [numbers for pattern in stack.patterns for numbers in pattern.numbers]
         numbers_of = {numbers[0]: numbers for numbers in runs}
         for name in (name for name in stack.tensors if prefix + name in gradients):
             first, _, rest = name.partition(".")
