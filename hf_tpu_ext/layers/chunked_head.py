@@ -97,7 +97,7 @@ class LoopedLogProbs(torch.autograd.Function):
         sums = tuple(start.clone() for start in (lowest, zero, zero, zero, zero, lowest, zero))
         # The mean of the rows, times the sum of exponentials.
         mean_row = None if ctx.factor is None else torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-        sums = _over_slices(fold, (hidden, weight, bias, targets), (*sums, mean_row), tokens, vocabulary, backend)
+        sums = _over_slices(fold, (hidden, weight, bias, targets), (*sums, mean_row), backend)
         largest, total, z_total, square_total, z_sum, before_target, target, mean_row = sums
         log_total = largest + total.log()
         all_outputs = {
@@ -120,7 +120,6 @@ class LoopedLogProbs(torch.autograd.Function):
         if towards_target is not None and entropy_grad is None:
             return None, (ctx.factor * log_probs_grad[:, None] * towards_target).to(hidden.dtype), *[None] * 8
         _, needs_weight, needs_bias = ctx.needs_input_grad[1:4]
-        tokens, vocabulary = hidden.shape[0], weight.shape[0]
 
         def differentiate(start: Tensor, size: int, constants: tuple, gradients: tuple) -> tuple:
             hidden, weight, bias, targets, *by_token = constants
@@ -154,7 +153,7 @@ class LoopedLogProbs(torch.autograd.Function):
         gradients = (zeros(hidden, True), zeros(weight, needs_weight), zeros(bias, needs_bias))
         constants = (hidden, weight, bias, targets, log_total, entropy, log_probs_grad, entropy_grad)
         with ctx.backend.manual_sharding.region(ctx.is_manual):
-            gradients = _over_slices(differentiate, constants, gradients, tokens, vocabulary, ctx.backend)
+            gradients = _over_slices(differentiate, constants, gradients, ctx.backend)
         gradients = (
             None if gradient is None else gradient.to(tensor.dtype)
             for gradient, tensor in zip(gradients, (hidden, weight, bias), strict=True)
@@ -174,15 +173,14 @@ def _logits(hidden: Tensor, rows: Tensor, bias: Tensor | None, start: Tensor, ct
     return tile if bias is None else tile + ctx.backend.loops.take_rows(bias, start, len(rows)).to(ctx.dtype)
 
 
-def _over_slices(
-    body: Callable, constants: tuple, carry: tuple, tokens: int, vocabulary: int, backend: Backend
-) -> tuple:
+def _over_slices(body: Callable, constants: tuple, carry: tuple, backend: Backend) -> tuple:
     """
     Go through the vocabulary: whole slices are the iterations of the loop, and what is left is one with fewer columns.
 
     `body(start, size, constants, carry)` is called for each, and returns the next `carry`; that of the last is returned. The loop
-    carries the constants as well: each iteration would compute them anew.
+    carries the constants as well, which begin with the hidden states and the weight: each iteration would compute them anew.
     """
+    tokens, vocabulary = (tensor.shape[0] for tensor in constants[:2])
     size = min(vocabulary, max(_LEAST_SLICE, _TILE_ELEMENTS // tokens // _LEAST_SLICE * _LEAST_SLICE))
     count, rest = divmod(vocabulary, size)
     starts = torch.arange(0, count * size, size, device=constants[0].device)

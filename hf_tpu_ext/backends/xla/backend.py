@@ -331,7 +331,7 @@ class XLABackend(Backend):
 
     def _to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         split = [index for index, tensor in enumerate(tensors) if is_split(tensor)]
-        whole = [index for index in range(len(tensors)) if index not in set(split)]
+        whole = sorted(set(range(len(tensors))) - set(split))
         on_host: dict[int, torch.Tensor] = {}
         keep = not self._for_first or self.processes.index == 0
         if not keep:
