@@ -10,6 +10,8 @@ import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 from transformers.utils import logging
 
+from ..temporarily import temporarily
+
 
 logger = logging.get_logger(__name__)
 
@@ -163,14 +165,9 @@ class CompiledFunction(ABC):
     def _state(self) -> list[torch.Tensor]:
         return [*self._fingerprint.tensors, *self._list_state()]
 
-    @contextmanager
-    def assume_unchanged(self) -> Iterator[None]:
+    def assume_unchanged(self) -> AbstractContextManager[None]:
         """Context of calls between which nothing changes that programs depend on: it is compared at the first of them."""
-        self._is_unchanged, self._is_compared = True, False
-        try:
-            yield
-        finally:
-            self._is_unchanged = False
+        return temporarily(self, _is_unchanged=True, _is_compared=False)
 
     def refuse(self, reason: str) -> None:
         """Trace each call from now on, and say why: `reason` is a clause."""

@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from ..backends.base import Backend
 from ..errors import UserError
+from ..temporarily import temporarily
 from .shared_prompts import attend_each_row, mask_each_row
 from .sliced_attention import SLICE_ELEMENTS, sliced_attention
 from .splash_attention import splash_attention, why_no_splash
@@ -213,18 +214,15 @@ def static_masks(segment_ids: torch.Tensor | None = None, sdpa: bool = False) ->
 
 @contextmanager
 def _masks_replaced(sdpa: bool) -> Iterator[None]:
-    names = ("eager", *_IMPLEMENTATIONS)
-    # Upstream asks this before it reads a mask to leave it out, as that of recurrent layers, which models make by a function that
-    # has no entry to replace.
-    is_tracing, masking_utils.is_tracing = masking_utils.is_tracing, lambda tensor=None: True
-    for name in names:
-        ALL_MASK_ATTENTION_FUNCTIONS[name] = partial(mask_each_row, partial(_static_mask, name))
+    functions = {name: partial(mask_each_row, partial(_static_mask, name)) for name in ("eager", *_IMPLEMENTATIONS)}
     if sdpa:
-        names = (*names, "sdpa")
-        ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = _static_sdpa_mask
+        functions["sdpa"] = _static_sdpa_mask
+    ALL_MASK_ATTENTION_FUNCTIONS.update(functions)
     try:
-        yield
+        # Upstream asks this before it reads a mask to leave it out, as that of recurrent layers, which models make by a function that
+        # has no entry to replace.
+        with temporarily(masking_utils, is_tracing=lambda tensor=None: True):
+            yield
     finally:
-        masking_utils.is_tracing = is_tracing
-        for name in names:
+        for name in functions:
             del ALL_MASK_ATTENTION_FUNCTIONS[name]

@@ -5,7 +5,7 @@ upstream's collator gives the batch, and it comes with the batch, as data: anoth
 
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import UserError
+from ..temporarily import temporarily
 
 
 _KEY = "of the batch's length"
@@ -153,17 +154,13 @@ class BatchLength:
         if self._is_overridden:
             yield
             return
-        self._is_overridden = True
         modules = [module for module, _ in self._by_length]
-        for module in self._ropes:
-            place = modules.index(module) if module in modules else None
-            module.forward = partial(_rotary, module, self.values, place)
-        try:
-            yield
-        finally:
-            self._is_overridden = False
+        with ExitStack() as stack:
+            stack.enter_context(temporarily(self, _is_overridden=True))
             for module in self._ropes:
-                del module.forward
+                place = modules.index(module) if module in modules else None
+                stack.enter_context(temporarily(module, forward=partial(_rotary, module, self.values, place)))
+            yield
 
     def replace_noise(self, handle: torch.utils.hooks.RemovableHandle) -> None:
         """Put noise for the length of a batch in the place of the hook of upstream that adds noise for its columns."""
