@@ -118,8 +118,9 @@ class _Recorder(CalledLayers):
         buffers = _versions(layer)
         for path, leaf in leaves:
             name = keystr(path[1:]).strip("[]'").replace("']", "").replace("[", ".")
-            arguments[name] = _Identity(leaf) if isinstance(leaf, Tensor) else leaf
+            arguments[name] = leaf
             if isinstance(leaf, Tensor):
+                arguments[name] = (Tensor, id(leaf))
                 operators.name(leaf, f"argument {name}")
                 if leaf.requires_grad:
                     self.refusal = f"layers are called with {name}, which gets a gradient"
@@ -151,18 +152,6 @@ class _Recorder(CalledLayers):
 def _versions(layer: nn.Module) -> dict[str, tuple[int, int]]:
     """Which tensors the buffers of a layer are, and how often they were written."""
     return {name: (id(buffer), buffer._version) for name, buffer in layer.named_buffers()}
-
-
-class _Identity:
-    """A tensor, equal to itself only."""
-
-    def __init__(self, tensor: Tensor):
-        self._tensor = tensor
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and other._tensor is self._tensor
-
-    __hash__ = None
 
 
 class _Operators(TorchFunctionMode):

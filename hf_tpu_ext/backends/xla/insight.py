@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -105,8 +106,7 @@ class XLAInsight(Insight):
         _XLAC._set_ir_debug(on)
 
     def operations(self, results: Sequence[torch.Tensor]) -> Listing | None:
-        pending = _XLAC._check_tensor_need_materialization(list(results))
-        roots = [tensor for tensor, is_pending in zip(results, pending, strict=True) if is_pending]
+        roots = list(compress(results, _XLAC._check_tensor_need_materialization(list(results))))
         if not roots:
             return None
         # What the last step makes may still be on its way, and the listing asks for its shape.
