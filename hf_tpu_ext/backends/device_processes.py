@@ -22,7 +22,6 @@ class DeviceProcesses(Processes):
     """
 
     own_rows = True
-    agree_on_stops = True
 
     def __init__(self, by_host: bool, host_group: "dist.ProcessGroup | None" = None):
         self.count, self.index = self.row_shards, self.row_shard = dist.get_world_size(), dist.get_rank()

@@ -110,10 +110,7 @@ class Processes:
         """The sum of each of a few numbers on the host."""
         return list(numbers)
 
-    # ---- Stopping after the same step ----
-
-    #: Whether one that is told to stop has to ask the others first.
-    agree_on_stops = False
+    # ---- Stopping after the same step: one of several that is told to stop has to ask the others first ----
 
     def begin_listening(self) -> None:
         """Forget earlier requests to stop."""

@@ -73,7 +73,6 @@ class SliceHosts(Processes):
     """
 
     word = "host"
-    agree_on_stops = True
 
     def __init__(self, index: int, count: int, address: str, port: int, silence: float = _SILENCE):
         self.index, self.count = index, count

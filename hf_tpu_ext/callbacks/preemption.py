@@ -106,7 +106,7 @@ class Preemption(TrainerCallback):
 
     def _ask_others(self) -> None:
         """Called at a place where a run can stop: several processes have a reason from the place on that they have agreed on."""
-        if self.listening and self._processes.agree_on_stops and self.reason is None:
+        if self.listening and self._processes.count > 1 and self.reason is None:
             self.reason = self._processes.pass_place()
 
     def on_prediction_step(self, args, state, control, **kwargs):
@@ -146,7 +146,7 @@ class Preemption(TrainerCallback):
                 os.close(nowhere)
 
     def _tell(self, reason: str, more: str = "") -> None:
-        if self._processes.agree_on_stops:
+        if self._processes.count > 1:
             self._processes.request_stop(reason)
         elif self.reason is None:
             self.reason = reason
