@@ -247,23 +247,20 @@ class Backend(ABC):
         """Move a model to the device, in place; tied weights stay tied, and parameters keep their hooks and attributes."""
         # To XLA and TPU, `.to` gives every name a tensor of its own, so weights that were one tensor before are made one again.
         # Going by identity rather than by `tie_weights()` also covers models that are not from transformers.
-        first_name: dict[int, str] = {}
-        tied: list[tuple[str, str]] = []
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            original = first_name.setdefault(id(parameter), name)
-            if original != name:
-                tied.append((name, original))
-        before = dict(model.named_parameters())
+        before = dict(model.named_parameters(remove_duplicate=False))
         model.to(self.device)
-        for name, original in tied:
-            module_name, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(module_name), attribute, model.get_parameter(original))
-        for name, parameter in model.named_parameters():
-            if parameter is not before[name]:
+        placed: dict[nn.Parameter, nn.Parameter] = {}
+        for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+            first = placed.setdefault(before[name], parameter)
+            if first is not parameter:
+                module_name, _, attribute = name.rpartition(".")
+                setattr(model.get_submodule(module_name), attribute, first)
+        for original, parameter in placed.items():
+            if parameter is not original:
                 # Attributes that the user has set: a mask of gradients, a mark for parameter groups.
-                vars(parameter).update(vars(before[name]))
-                parameter._backward_hooks = before[name]._backward_hooks
-                parameter._post_accumulate_grad_hooks = before[name]._post_accumulate_grad_hooks
+                vars(parameter).update(vars(original))
+                parameter._backward_hooks = original._backward_hooks
+                parameter._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks
         return model
 
     def autocast(self, dtype: torch.dtype | None) -> AbstractContextManager:

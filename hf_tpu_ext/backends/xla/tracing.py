@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import compress
 from typing import Any
 
@@ -147,15 +148,14 @@ class TracingBackend(XLABackend):
         return tensor
 
     def place(self, model: nn.Module) -> nn.Module:
-        placeholders: dict[int, nn.Parameter] = {}
+        @cache
+        def placeholder(parameter: nn.Parameter) -> torch.Tensor:
+            return self._own(nn.Parameter(self._new(parameter), parameter.requires_grad))
+
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.device != self.device:
-                    if id(parameter) not in placeholders:
-                        placeholders[id(parameter)] = self._own(
-                            nn.Parameter(self._new(parameter), parameter.requires_grad)
-                        )
-                    module._parameters[name] = placeholders[id(parameter)]
+                    module._parameters[name] = placeholder(parameter)
         return super().place(model)
 
     def send(self, data: Any, num_rows: int | None = None) -> Any:
