@@ -135,10 +135,10 @@ class BatchLength:
 
     def take(self, batch: dict[Hashable, Any]) -> dict[str, Any]:
         """Take from a batch on the device what [`~BatchLength.data`] has added to it. Returns the rest."""
-        is_own = [isinstance(key, tuple) and key[0] == _KEY for key in batch]
+        own = {key: value for key, value in batch.items() if isinstance(key, tuple) and key[0] == _KEY}
         self.values.clear()
-        self.values.update({key: value for (key, value), own in zip(batch.items(), is_own, strict=True) if own})
-        return {key: value for (key, value), own in zip(batch.items(), is_own, strict=True) if not own}
+        self.values.update(own)
+        return {key: value for key, value in batch.items() if key not in own}
 
     def forget(self) -> None:
         """Forget what the batch under way had on the device, as it is done."""
