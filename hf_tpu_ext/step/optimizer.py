@@ -46,8 +46,6 @@ class LazyAdamW(torch.optim.AdamW):
         # row by the identity of a parameter's state.
         self._by_count: list[float] = []
         self._row_of: dict[int, int] = {}
-        # The parameters for which there was state when it was looked at last, and for how many.
-        self._complete: tuple[list[int], int] = [], 0
         # The state of each parameter as it was known last, and how often it was another.
         self._states: list[dict[str, torch.Tensor]] = []
         self._others = 0
@@ -87,18 +85,14 @@ class LazyAdamW(torch.optim.AdamW):
         Create the moments and step counters that are missing, so that the first step is like every other, and note what the program
         of the next one depends on. Somebody may have cleared or replaced the state.
         """
-        parameters = self._parameters()
-        ids = list(map(id, parameters))
-        if (ids, len(self.state)) != self._complete or not all(self.state.values()):
-            for parameter in parameters:
-                if not self.state[parameter]:
-                    self.state[parameter] = {
-                        # On the CPU, as `torch.optim.AdamW` keeps it: counting there costs no device work.
-                        "step": torch.zeros((), dtype=torch.float32),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }
-            self._complete = ids, len(self.state)
+        for parameter in self._parameters():
+            if not self.state[parameter]:
+                self.state[parameter] = {
+                    # On the CPU, as `torch.optim.AdamW` keeps it: counting there costs no device work.
+                    "step": torch.zeros((), dtype=torch.float32),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
         self._follow_state()
         counts = self._counts.tolist()
         self._by_count = sorted(set(counts), reverse=True)
@@ -271,7 +265,6 @@ class LazyAdamW(torch.optim.AdamW):
         if not is_known:
             self._states = list(states)
             self._others += 1
-            self._complete = [], 0
         self._counts = torch.stack([state["step"] for state in self._states]) if self._states else torch.zeros(0)
         self._counters = list(self._counts.unbind())
         for state, counter in zip(self._states, self._counters, strict=True):
