@@ -4,9 +4,8 @@ import gc
 import os
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import compress
-from operator import itemgetter
 from typing import Any, NoReturn
 
 import torch
@@ -81,17 +80,9 @@ class Executable:
         """Of each argument the place among state and data, `None` where it is a constant."""
         return [place if isinstance(place, int) else None for place in self.inputs]
 
-    @cached_property
+    @property
     def _constants(self) -> list[torch.Tensor]:
         return [place for place in self.inputs if not isinstance(place, int)]
-
-    @cached_property
-    def _pick(self) -> itemgetter:
-        """Picks the arguments from the constants, the state and the data, in C: there may be a thousand and more."""
-        own = iter(range(len(self._constants)))
-        places = [place + len(self._constants) if isinstance(place, int) else next(own) for place in self.inputs]
-        # It would give no tuple for a single one.
-        return itemgetter(*places, 0)
 
     def is_kept(self, compiles: int) -> bool:
         """Whether torch_xla still has it, where so many graphs were compiled: it drops the one that was not used for longest."""
@@ -99,7 +90,7 @@ class Executable:
 
     def run(self, tensors: Sequence[torch.Tensor], aliases: Collection[int]) -> Any:
         """Run it with the `tensors` of state and data. Those at places in `aliases` share their memory with others."""
-        *arguments, _ = self._pick([*self._constants, *tensors])
+        arguments = [tensors[place] if isinstance(place, int) else place for place in self.inputs]
         # A tensor is made and dropped for each result: hundreds of them have the garbage collector run two or three times a step, over
         # everything there is, for nothing.
         collects = gc.isenabled()
