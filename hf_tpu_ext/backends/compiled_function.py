@@ -174,9 +174,6 @@ class CompiledFunction(ABC):
         if self.why_traced is None and self._warn is not None:
             self._warn(reason)
         self.why_traced = reason
-        self._forget()
-
-    def _forget(self) -> None:
         self._programs.clear()
 
     def _agree(self, what: str, reason: str | None) -> str | None:
@@ -204,7 +201,7 @@ class CompiledFunction(ABC):
         if self._programs:
             # Where that compiles another program, the watch says so.
             logger.info(f"The step is traced again: {change}.")
-        self._forget()
+        self._programs.clear()
         self._fingerprint.note()
 
 

@@ -72,8 +72,9 @@ class Executable:
     structure: Any
     #: Graphs compiled so far when it was run last.
     compiles: int
-    #: Whether a second trace was the same.
+    #: Whether it is like the trace before it, and whether it is unlike that; neither where there was none.
     is_checked: bool = False
+    is_unlike: bool = False
 
     @property
     def _places(self) -> list[int | None]:
@@ -253,8 +254,6 @@ class XLACompiledFunction(CompiledFunction):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        # Those whose second trace was not like the first.
-        self._unlike: set[Hashable] = set()
         self._aliases: set[int] = set()
         self._placements: tuple[str, ...] = ()
 
@@ -272,10 +271,6 @@ class XLACompiledFunction(CompiledFunction):
         return results
 
     # ---- What has changed ----
-
-    def _forget(self) -> None:
-        super()._forget()
-        self._unlike.clear()
 
     def _follow_placements(self, state: Sequence[torch.Tensor]) -> tuple[str, ...]:
         """How the state is placed on the chips. A buffer of another part may have the size of the one before."""
@@ -367,13 +362,12 @@ class XLACompiledFunction(CompiledFunction):
                 "in user code goes by the host: its name, its clock, its random numbers or its files."
             )
         difference = next((reason for _, reason in of_hosts if reason is not None), None)
-        if difference is not None and key in self._unlike:
+        if difference is not None and earlier is not None and earlier.is_unlike:
             # This one runs as any other.
             self.refuse(difference)
             return
-        if difference is not None:
-            # The first step of a run may be another program, which does the same with one operator less.
-            self._unlike.add(key)
+        # Once that is no reason: the first step of a run may be another program, which does the same with one operator less.
+        executable.is_unlike = difference is not None
         executable.is_checked = earlier is not None and difference is None
         self._programs[key] = executable
 
