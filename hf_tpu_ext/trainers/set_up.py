@@ -37,14 +37,14 @@ from .checks.fields import adapt
 from .checks.followed import FollowedArguments
 from .checks.settings import (
     absent_modules_of_adapter,
-    add_adapter,
     check_adapter,
     check_architecture,
     check_model_names,
     check_numbers,
     check_processes,
+    naming_layers,
 )
-from .checks.upstream import check_trainer, loads_model, overrides_loss, upstream_names
+from .checks.upstream import check_trainer, loads_model, overrides_loss
 from .configs import ExtensionArguments, PredictedTextArguments
 from .run.chips import Chips
 from .run.eager_steps import EagerSteps, check_split
@@ -143,7 +143,7 @@ class SetUpMixin:
         # The models that are on the device.
         self._models_on_device: WeakSet[nn.Module] = WeakSet()
         self._follows_optimizer = arguments.arguments.get("optimizers", (None,))[0] is not None
-        with upstream_names(type(self), get_peft_model=add_adapter):
+        with naming_layers():
             super().__init__(**arguments.arguments)
         self.adapted.changes += absent_modules_of_adapter(self.model)
         if not self.backend.unknown_upstream:

@@ -3,11 +3,13 @@
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
-from peft import PeftConfig, PeftModel, ShiraConfig
+from peft import PeftModel, ShiraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -116,16 +118,24 @@ def check_adapter(trainer_kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def add_adapter(
-    model: nn.Module, peft_config: PeftConfig, *args: Any, get_peft_model: Callable[..., PeftModel], **kwargs: Any
-) -> PeftModel:
-    """PEFT's `get_peft_model`, as upstream's trainers call it. Where it finds no layer, the error names those of the model (`ValueError`)."""
+@contextmanager
+def naming_layers() -> Iterator[None]:
+    """
+    Context in which upstream puts an adapter on the model that it has loaded. Where PEFT finds no layer for it, the error names those
+    of the model (`ValueError`).
+    """
     try:
-        return get_peft_model(model, peft_config, *args, **kwargs)
+        yield
     except ValueError as error:
-        if not _NO_TARGETS.search(str(error)):
+        # The model is a local of upstream's yet: the trainer has none.
+        calls = [
+            frame.f_locals
+            for frame, _ in traceback.walk_tb(error.__traceback__)
+            if frame.f_code is get_peft_model.__code__
+        ]
+        if not calls or not _NO_TARGETS.search(str(error)):
             raise
-        raise UserError(_advise_targets(model, peft_config.target_modules)) from error
+        raise UserError(_advise_targets(calls[0]["model"], calls[0]["peft_config"].target_modules)) from error
 
 
 def _advise_targets(model: nn.Module, target: str | set[str] | None) -> str:
