@@ -54,19 +54,27 @@ def set_aside(
     if not (others or exports or model or moved_record):
         return
     aside = move_aside(run_dir, [*others, *exports, *model, *moved_record])
-    steps = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]}"
-    held = [f"checkpoints ({steps})"] if others else []
-    held += [f"exports ({', '.join(path.name for path in exports)})"] if exports else []
-    held += ["a model"] if model else []
-    held += [f"a record ({', '.join(path.name for path in moved_record)})"] if moved_record else []
+    text = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]}"
     begins = "begins anew" if resumed_from is None else f"goes on from {resumed_from}"
+    held = [f"checkpoints of another run ({text})"] if others else []
+    if exports:
+        held.append(f"exports of another run ({', '.join(path.name for path in exports)})")
+    if model:
+        held.append("the model of another run")
+    if is_of_run and not held:
+        held.append("the record of another run")
+    if not held:
+        what = f"{run_dir} holds {', '.join(path.name for path in moved_record)}, not of this run, which {begins}"
+    elif last < 0:
+        what = f"{run_dir} holds {' and '.join(held)}, and this one {begins}"
+    elif others:
+        what = f"This run goes on from {resumed_from}, before {text}"
+    else:
+        what = f"This run goes on from {resumed_from}, and {run_dir} holds files of the model that was saved there"
     go_on = ""
     if others and not took_newest:
         go_on = f" To go on with one of them, stop this run and set resume_from_checkpoint={str(aside / names[-1])!r}."
-    logger.warning(
-        f"{run_dir} holds {' and '.join(held)} from before this run, which {begins}. They are moved to {aside}, where nothing deletes "
-        f"them.{go_on}"
-    )
+    logger.warning(f"{what}. They are moved to {aside}, where nothing deletes them.{go_on}")
 
 
 def _exports(run_dir: Path) -> list[Path]:
