@@ -118,9 +118,9 @@ class _Recorder(CalledLayers):
         buffers = _versions(layer)
         for path, leaf in leaves:
             name = keystr(path[1:]).strip("[]'").replace("']", "").replace("[", ".")
-            arguments[name] = leaf
+            arguments[name] = (Tensor, id(leaf)) if isinstance(leaf, Tensor) else leaf
             if isinstance(leaf, Tensor):
-                arguments[name] = (Tensor, id(leaf))
+                # It is kept with its name, so that no other gets its id.
                 operators.name(leaf, f"argument {name}")
                 if leaf.requires_grad:
                     self.refusal = f"layers are called with {name}, which gets a gradient"

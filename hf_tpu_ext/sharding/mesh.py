@@ -53,7 +53,7 @@ def resolve_mesh(mesh: str | None, num_chips: int) -> dict[str, int]:
         ]
         otherwise = f"set num_chips={places}" if places < num_chips else f"run on {places} chips"
         raise UserError(
-            f"mesh={mesh!r} is for {count(places, 'chip')}, not {num_chips}. Set "
+            f"mesh={mesh!r} is for {count(places, 'chip')}, not {num_chips:,}. Set "
             f"mesh to one of {', '.join(options)}, or {otherwise}."
         )
     return {name: sizes.get(name, 1) for name in AXES}

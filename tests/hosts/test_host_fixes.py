@@ -73,7 +73,7 @@ def test_programs_that_differ(xla):
     from hf_tpu_ext.backends.xla.compile import XLACompiledFunction
 
     def note(hosts):
-        function = SimpleNamespace(_backend=SimpleNamespace(processes=hosts), _unlike=set(), _programs={})
+        function = SimpleNamespace(_backend=SimpleNamespace(processes=hosts), _programs={})
         XLACompiledFunction._note(function, "a step", None, SimpleNamespace(handle=b"program"))
 
     with pytest.raises(

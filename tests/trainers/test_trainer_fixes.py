@@ -194,9 +194,9 @@ def test_rows_of_text_beside_rows_of_messages(runs, columns, first):
     (other,) = {*said} - {first}
     dataset = Dataset.from_list([said[first], said[other], said[first]], on_mixed_types="use_json")
 
-    def check(dataset):
+    def check(dataset, compiles=False):
         if "chosen" in columns:
-            check_preferences(dataset, "train_dataset", "RewardTrainer", compiles=False)
+            check_preferences(dataset, "train_dataset", "RewardTrainer", compiles)
         else:
             check_dataset(dataset, "train_dataset", runs.config(), False)
 
@@ -204,6 +204,7 @@ def test_rows_of_text_beside_rows_of_messages(runs, columns, first):
     assert (
         message.startswith("Row 1 of train_dataset (the first is row 0): '") and "one of both in all rows" in message
     )
+    assert refusal(check, {"dataset": dataset, "compiles": True}) == message
     left = eval(expression(message), {"dataset": dataset})
     assert len(left) == 2
     check(left)

@@ -330,8 +330,8 @@ class XLABackend(Backend):
             return self._to_host([tensor])[0]
 
     def _to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        split = [index for index, tensor in enumerate(tensors) if is_split(tensor)]
-        whole = sorted(set(range(len(tensors))) - set(split))
+        are_split = [is_split(tensor) for tensor in tensors]
+        split, whole = ([i for i, is_one in enumerate(are_split) if is_one == wanted] for wanted in (True, False))
         on_host: dict[int, torch.Tensor] = {}
         keep = not self._for_first or self.processes.index == 0
         if not keep:

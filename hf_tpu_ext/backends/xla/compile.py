@@ -72,9 +72,10 @@ class Executable:
     structure: Any
     #: Graphs compiled so far when it was run last.
     compiles: int
-    #: Whether it is like the trace before it, and whether it is unlike that; neither where there was none.
+    #: Whether it is like the trace before it.
     is_checked: bool = False
-    is_unlike: bool = False
+    #: Whether it, or an earlier one in its place, was unlike the trace before it.
+    was_unlike: bool = False
 
     @property
     def _places(self) -> list[int | None]:
@@ -362,12 +363,13 @@ class XLACompiledFunction(CompiledFunction):
                 "in user code goes by the host: its name, its clock, its random numbers or its files."
             )
         difference = next((reason for _, reason in of_hosts if reason is not None), None)
-        if difference is not None and earlier is not None and earlier.is_unlike:
+        was_unlike = earlier is not None and earlier.was_unlike
+        if difference is not None and was_unlike:
             # This one runs as any other.
             self.refuse(difference)
             return
         # Once that is no reason: the first step of a run may be another program, which does the same with one operator less.
-        executable.is_unlike = difference is not None
+        executable.was_unlike = difference is not None or was_unlike
         executable.is_checked = earlier is not None and difference is None
         self._programs[key] = executable
 

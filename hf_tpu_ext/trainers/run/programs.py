@@ -120,7 +120,7 @@ class TrainerPrograms:
             on_change (`Callable[[], None]`, *optional*):
                 Called when something has changed that it depends on, before that is noted.
             warn (`Callable[[str], None]`, *optional*):
-                Says why each call is traced, as a clause; by default
+                Says why each call is traced, as a clause; by default a line of what runs beside steps,
                 [`~TrainerPrograms.warn_traced`].
         """
         trainer, programs = self._trainer, self._trainer.backend.programs
