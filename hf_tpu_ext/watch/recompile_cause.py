@@ -1,8 +1,8 @@
 """Causes of recompilation: what has changed since a graph was compiled before."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from operator import attrgetter
 
@@ -128,7 +128,9 @@ def compare_operations(
     is_number = old is not None and new is not None and {old.name, new.name} <= _TAKEN and old.shape == new.shape
     is_new = len(after) >= len(before)
     operation = _operation_at(index, *((after, before) if is_new else (before, after)))
-    if is_number and (found := _operator_of_one(before, after)) is not None:
+    if not is_number and (of_numbers := _other_number(before, after)) is not None:
+        is_number, (old, new, operation) = True, of_numbers
+    elif is_number and (found := _operator_of_one(before, after)) is not None:
         # A branch may take other numbers, too.
         is_number, (is_new, operation) = False, found
     operator = _operator(operation)
@@ -174,12 +176,35 @@ def _operation_at(index: int, program: Sequence[Operation], other: Sequence[Oper
     return found
 
 
+def _other_number(
+    before: Sequence[Operation], after: Sequence[Operation]
+) -> tuple[Operation | None, Operation | None, Operation] | None:
+    """
+    Where two programs compute the same but for a number: what it is in each, `None` where it is a parameter, and the first operation
+    that takes it. An operator more may stand between them where they differ first, as another takes numbers, too.
+    """
+    old, new = _computed(before), _computed(after)
+    takes_it = next(
+        (later for earlier, later in zip(old, new, strict=False) if earlier.structure != later.structure), None
+    )
+    if takes_it is None or [each.form for each in old] != [each.form for each in new]:
+        return None
+    constants = [Counter(each for each in program if each.name == "constant") for program in (before, after)]
+    # An equal one may stand elsewhere, whose line would mislead.
+    only_here = [next((replace(each, place=None) for each in constants[i] - constants[1 - i]), None) for i in (0, 1)]
+    return *only_here, takes_it
+
+
+def _computed(program: Sequence[Operation]) -> list[Operation]:
+    return [operation for operation in program if operation.name not in _TAKEN]
+
+
 def _operator_of_one(before: Sequence[Operation], after: Sequence[Operation]) -> tuple[bool, Operation] | None:
     """
     The first operation that only one of two programs has, whatever numbers it takes, and whether that is the later program; an operator
     that only one has comes first. `None` where the same operation takes another number.
     """
-    old, new = ([each for each in program if each.name not in _TAKEN] for program in (before, after))
+    old, new = _computed(before), _computed(after)
     if (found := _only_in_one(old, new, _operator)) is not None:
         return found
     # What follows from another number, as the gradient of a power, is no branch.
@@ -206,10 +231,12 @@ def _compare_numbers(before: Sequence[Operation], after: Sequence[Operation], wh
     """The cause where two programs differ only in which of their operations take the same number."""
     uses = [_uses_of_numbers(program) for program in (before, after)]
     structures = [{operation.structure for operation in program} for program in (before, after)]
-    if structures[0] != structures[1] or uses[0].keys() == uses[1].keys():
+    old, new = (Counter(key for key, _ in each) for each in uses)
+    if structures[0] != structures[1] or old == new:
         return None
     words = ("is", "was") if len(uses[0]) > len(uses[1]) else ("was", "is")
-    places = [place for key in uses[0].keys() ^ uses[1].keys() for each in uses for place in each.get(key, ())]
+    changed = (old - new) | (new - old)
+    places = [place for each in uses for key, of_number in each if key in changed for place in of_number]
     # The other number may be of a library, whose line would mislead.
     lines = sorted({describe_line(place) for place in places if package_of(place.file) is None})
     return Cause(
@@ -220,20 +247,23 @@ def _compare_numbers(before: Sequence[Operation], after: Sequence[Operation], wh
     )
 
 
-def _uses_of_numbers(program: Sequence[Operation]) -> dict[frozenset[int], list[SourceLine]]:
-    """The lines that take each number of a program, where they are known, by the operations that take it."""
+def _uses_of_numbers(program: Sequence[Operation]) -> list[tuple[frozenset[int], list[SourceLine]]]:
+    """For each number of a program, the operations that take it, and their lines, where they are known."""
     users = defaultdict(list)
     for operation in program:
         for number in operation.numbers:
             users[number].append(operation)
-    return {
-        frozenset(one.structure for one in operations): [one.place for one in operations if one.place is not None]
+    return [
+        (
+            frozenset(one.structure for one in operations),
+            [one.place for one in operations if one.place is not None],
+        )
         for operations in users.values()
-    }
+    ]
 
 
-def _number(operation: Operation) -> str:
-    return operation.details if operation.name == "constant" else "a tensor"
+def _number(operation: Operation | None) -> str:
+    return operation.details if operation is not None and operation.name == "constant" else "a tensor"
 
 
 def _describe(operation: Operation) -> str:

@@ -297,6 +297,25 @@ def test_a_python_number_that_equals_another(train, lines, numbers, step, words)
     assert causes(train(Sends, max_steps=len(numbers))) == []
 
 
+def test_a_python_number_beside_another_of_the_same_operator(train):
+    """Of the loss, which is multiplied by both."""
+    numbers = (0.3, 0.4, 1.5, 1.5, 0.0, 0.0)
+
+    class Weighs(TPUTrainer):
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            weighted = loss * numbers[self.state.global_step]
+            return weighted + 0.01 * loss
+
+    scale, number = line_of(Tiny.forward, "self.scale"), line_of(Weighs, "loss * numbers")
+    equals, folded = causes(train(Weighs, max_steps=len(numbers)))
+    assert equals[0] == 3
+    assert equals[1].startswith(
+        f"a Python number is equal to another number of the graph, and was not [{scale}, {number}"
+    )
+    assert folded == (5, f"a scalar of the graph was a tensor, is 0 [{number}]")
+
+
 def test_what_each_step_changes_is_no_cause(train):
     class Keeps(TPUTrainer):
         def compute_loss(self, model, *args, **kwargs):
