@@ -58,7 +58,7 @@ _MEANT = {
     "lr": "'learning_rate'",
     "epochs": "'num_train_epochs'",
     # Of other tools.
-    "micro_batch_size": "'per_device_train_batch_size'",
+    **dict.fromkeys(("batch_size", "train_batch_size", "micro_batch_size"), "'per_device_train_batch_size'"),
     **dict.fromkeys(("sequence_len", "seq_len"), "'max_length'"),
     "preprocessing_num_workers": "'dataset_num_proc'",
     "dataset_mixer": "'datasets', a list such as [{path: trl-lib/Capybara}]",

@@ -31,6 +31,7 @@ class TokenWaste:
         train_sampling_strategy (`str`, *optional*, defaults to `"random"`): As in [`~transformers.TrainingArguments`].
         packing (`bool`, *optional*): Whether rows are packed already: nothing is advised then.
         token_share (`float`, *optional*, defaults to 1.0): Share of the tokens of rows that are no pads of a tokenizer.
+        accumulates (`bool`, *optional*, defaults to `False`): Whether gradients are accumulated, for which each length has two graphs.
 
     Attributes:
         rows (`int`): Number of rows.
@@ -48,6 +49,7 @@ class TokenWaste:
         train_sampling_strategy: str = "random",
         packing: bool | None = False,
         token_share: float = 1.0,
+        accumulates: bool = False,
     ):
         self.declared_lengths = sorted(declared_lengths)
         self.batch_size = batch_size
@@ -55,7 +57,7 @@ class TokenWaste:
         self.packing = packing
         self._lengths = [min(length, self.declared_lengths[-1]) for length in lengths]
         self.rows = len(self._lengths)
-        self._token_share = token_share
+        self._token_share, self._accumulates = token_share, accumulates
         self.real_tokens = round(token_share * sum(self._lengths))
 
         self._batches = group_batches(self._lengths, batch_size, train_sampling_strategy)
@@ -84,7 +86,8 @@ class TokenWaste:
                         if _BY_LENGTH in option
                         else ""
                     )
-                    advice = f" Set {option} (estimated {share:.0%}; each length is a graph to compile{order})."
+                    graphs = "two graphs" if self._accumulates else "a graph"
+                    advice = f" Set {option} (estimated {share:.0%}; each length is {graphs} to compile{order})."
                     least = share
             if self._token_share <= 1 - _WORTHWHILE:
                 advice += " The rows came padded: with padding=False, the tokenizer leaves that to the data collator, which may add less."

@@ -51,10 +51,15 @@ def resolve_mesh(mesh: str | None, num_chips: int) -> dict[str, int]:
         options = [
             f"'data={num_chips // size},fsdp={size}'" for size in range(1, num_chips + 1) if not num_chips % size
         ]
-        otherwise = f"set num_chips={places}" if places < num_chips else f"run on {places} chips"
+        otherwise = ""
+        if places > num_chips:
+            otherwise = f", or run on {places} chips"
+        elif places in (1, 2, 4):
+            # A TPU host can be cut to these.
+            otherwise = f", or set num_chips={places}"
         raise UserError(
             f"mesh={mesh!r} is for {count(places, 'chip')}, not {num_chips:,}. Set "
-            f"mesh to one of {', '.join(options)}, or {otherwise}."
+            f"mesh to one of {', '.join(options)}{otherwise}."
         )
     return {name: sizes.get(name, 1) for name in AXES}
 

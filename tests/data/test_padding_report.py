@@ -99,6 +99,8 @@ def test_batches_of_similar_rows_are_not_advised_where_they_save_nothing():
     # One batch of three rows, whatever is set.
     text = TokenWaste([5, 9, 30], [64], 8).describe()
     assert text.endswith("padding. Set `length_buckets=4` (estimated 83%; each length is a graph to compile).")
+    accumulated = TokenWaste([5, 9, 30], [64], 8, accumulates=True).describe()
+    assert accumulated == text.replace("is a graph", "is two graphs")
 
 
 def test_pads_of_a_tokenizer_are_counted():

@@ -331,6 +331,12 @@ def test_processes_without_a_gpu(runs, monkeypatch):
             dict(mesh="data=4,fsdp=4"),
             ["Set mesh to one of 'data=8,fsdp=1'"],
         ),
+        (
+            # No host can be cut to three.
+            lambda mesh, num_chips=8: resolve_mesh(mesh, num_chips),
+            dict(mesh="fsdp=3"),
+            ["Set mesh to one of 'data=8,fsdp=1', 'data=4,fsdp=2', 'data=2,fsdp=4', 'data=1,fsdp=8'."],
+        ),
     ],
 )
 def test_lengths_and_meshes(check, settings, fixes):

@@ -206,6 +206,7 @@ class StatusMixin:
                     args.train_sampling_strategy,
                     packing=vars(args).get("packing"),
                     token_share=share_of_tokens(rows),
+                    accumulates=args.gradient_accumulation_steps > 1,
                 )
                 facts.lengths = list(waste.pad_share_per_length)
                 facts.token_share = 1 - waste.pad_share
