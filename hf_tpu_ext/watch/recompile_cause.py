@@ -192,7 +192,7 @@ def _other_number(
     constants = [Counter(each for each in program if each.name == "constant") for program in (before, after)]
     # An equal one may stand elsewhere, whose line would mislead.
     only_here = [next((replace(each, place=None) for each in constants[i] - constants[1 - i]), None) for i in (0, 1)]
-    return *only_here, takes_it
+    return (*only_here, takes_it) if any(only_here) else None
 
 
 def _computed(program: Sequence[Operation]) -> list[Operation]:
