@@ -1,7 +1,9 @@
 """The documentation names what is there, and what is there is named."""
 
 import dataclasses
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -115,3 +117,22 @@ def test_chat_template_with_marks():
     turns = ["user\nHi<|im_end|>\n", "assistant\nYes?<|im_end|>\n", "user\n2+2?<|im_end|>\n", "assistant\n"]
     assert text == "".join(f"<|im_start|>{turn}" for turn in turns)
     assert text[slice(*span)] == "Yes?<|im_end|>"
+
+
+def test_the_script_that_finishes_a_preempted_run(tmp_path):
+    """At the first start, after each preemption, and at the next boot."""
+    (script,) = re.findall(
+        r"^```bash\n(status=75\n.*?)^```", (ROOT / "docs" / "checkpoints.md").read_text(), re.DOTALL | re.M
+    )
+    command = tmp_path / "hf-tpu"
+    command.write_text(
+        "#!/bin/bash\necho $* >> calls\nmkdir -p runs/sft_lora_qwen3/checkpoint-2\n[ $(wc -l < calls) -ge 3 ] || exit 75\n"
+    )
+    command.chmod(0o755)
+    for _ in range(2):
+        subprocess.run(
+            ["bash", "-c", script], cwd=tmp_path, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, check=True
+        )
+    first, *others = (tmp_path / "calls").read_text().splitlines()
+    assert first == "sft recipes/sft_lora_qwen3.yaml"
+    assert others == [f"{first} --resume_from_checkpoint true"] * 3
