@@ -234,6 +234,11 @@ def shard_name(number: int) -> str:
     return f"shard-{number:05d}.arrow"
 
 
+def shard_number(name: str) -> int:
+    """The number of a file of a cache, which has more than five digits from 100,000 files on."""
+    return int(name.removeprefix("shard-").removesuffix(".arrow"))
+
+
 def names_of_shards(sequences: int, sequences_per_shard: int) -> list[str]:
     """Names of all files of a cache besides its manifest."""
     return [shard_name(number) for number in range(-(-sequences // sequences_per_shard))]

@@ -32,6 +32,7 @@ from .cache_format import (
     read_manifest,
     read_shards,
     shard_name,
+    shard_number,
     temperatures_with_normaliser,
     write_shard,
 )
@@ -263,7 +264,7 @@ class CacheWriter:
         # Whoever makes a complete cache again has a reason to doubt its files.
         for shard in read_shards(record):
             if (damage := find_damage(self.directory, shard, verify=manifest is not None)) is None:
-                self._shards[int(shard.file[6:11])] = shard
+                self._shards[shard_number(shard.file)] = shard
             else:
                 logger.warning(f"{self.directory / shard.file} {damage}, and is rebuilt.")
         self.complete = manifest is not None and not self.pending

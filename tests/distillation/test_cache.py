@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from hf_tpu_ext.backends import select_backend
 from hf_tpu_ext.distillation.cache import TeacherCache
 from hf_tpu_ext.distillation.cache_builder import TeacherRows
-from hf_tpu_ext.distillation.cache_format import FORMAT, sequence_key
+from hf_tpu_ext.distillation.cache_format import FORMAT, sequence_key, shard_name, shard_number
 
 
 VOCAB_SIZE = 259
@@ -373,3 +373,8 @@ def test_complete_cache_is_left_alone(own_cache_dir, make_cache):
 def test_manifest_is_readable(cache_dir):
     manifest = json.loads((cache_dir / "manifest.json").read_text())
     assert manifest["teacher"] == "tiny" and manifest["temperatures"] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("number", [7, 99_999, 100_000])
+def test_a_file_is_known_by_its_number(number):
+    assert shard_number(shard_name(number)) == number

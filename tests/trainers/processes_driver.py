@@ -82,12 +82,17 @@ def build(directory, model_dir, teacher, data, per_file=4, use_cpu=True, **more)
 
 
 def assert_same(found, expected, rel=1e-6):
-    """Logged numbers are those of another run. Of a divergence, which is a difference of logarithms, to 1e-8 at least."""
+    """
+    Logged numbers are those of another run. Of a divergence, which is a difference of logarithms of about 5.4, to 1e-7 at least: the last bit
+    of such a logarithm is 4.8e-7, and rows of other batches are summed in another order.
+    """
     assert len(found) == len(expected)
     for mine, other in zip(found, expected, strict=True):
         assert sorted(mine) == sorted(other)
         for key, value in other.items():
-            assert mine[key] == pytest.approx(value, rel=rel, abs=1e-8), f"{key} at step {other['step']}"
+            assert mine[key] == pytest.approx(value, rel=rel, abs=1e-7 if key == "kd_loss" else 1e-8), (
+                f"{key} at step {other['step']}"
+            )
 
 
 def in_processes(spec, model_dir, directory, count=2, lost=False, backend="cpu"):

@@ -81,6 +81,21 @@ def test_a_checkpoint_behind_a_link_is_resumed_from_and_not_moved(tmp_path):
     assert find_damage(tmp_path / "run" / "_earlier-1" / "checkpoint-4") is None
 
 
+def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(tmp_path, monkeypatch, caplog):
+    """As of a file that somebody has open on NFS. The next run removes what is left."""
+
+    def busy(path):
+        raise OSError(16, "Device or resource busy")
+
+    older, newest = (write_checkpoint(tmp_path, step) for step in (2, 4))
+    monkeypatch.setattr("shutil.rmtree", busy)
+    delete_old(tmp_path, newest, 1, None)
+    monkeypatch.undo()
+    assert "Device or resource busy), and is left as" in caplog.text and not older.exists()
+    remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [newest.name]
+
+
 def test_a_damaged_checkpoint_is_moved_and_not_offered(tmp_path, caplog):
     older, newest = (write_checkpoint(tmp_path, step) for step in (2, 4))
     set_aside(tmp_path, str(older))

@@ -336,6 +336,21 @@ def test_a_model_without_a_loss_is_evaluated_as_upstream_does(general):
     assert all("eval_runtime" in entry and "eval_loss" not in entry for entry in metrics)
 
 
+@pytest.mark.parametrize("filters", [True, False])
+@pytest.mark.parametrize("compute_metrics", [None, accuracy_of_logits], ids=["loss", "predictions"])
+def test_a_batch_without_a_label_counts_as_upstream_counts_it(general, compute_metrics, filters):
+    """The mean of none is NaN."""
+    rows = token_rows([8] * 12).to_list()
+    without = [{**row, "labels": [-100] * 8} if 4 <= number < 8 else row for number, row in enumerate(rows)]
+    settings = dict(eval_dataset=Dataset.from_list(without), compute_metrics=compute_metrics)
+    losses = [
+        general(cls, logging_nan_inf_filter=filters, **settings).evaluate()["eval_loss"]
+        for cls in (TPUTrainer, Trainer)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5, nan_ok=True)
+    assert np.isfinite(losses[0]) == filters
+
+
 def test_the_batch_size_may_change_between_evaluations(general):
     trainer = general(eval_dataset=token_rows(LENGTHS))
     losses = []

@@ -12,6 +12,9 @@ import pytest
 from huggingface_hub import ModelCard
 
 
+TOKEN = f"hf_{'x' * 30}"
+
+
 @pytest.fixture
 def hub():
     """The address of a Hub that takes every commit, and the commits that it has taken: their title, and their files by name."""
@@ -19,6 +22,7 @@ def hub():
 
     class Hub(BaseHTTPRequestHandler):
         def do_POST(self):
+            assert self.headers["Authorization"] == f"Bearer {TOKEN}"
             body = self.rfile.read(int(self.headers["Content-Length"]))
             if "/preupload/" in self.path:
                 paths = [file["path"] for file in json.loads(body)["files"]]
@@ -51,17 +55,18 @@ def hub():
     server.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_pushes_at_saves_and_at_the_end(hub, tmp_path):
     address, commits = hub
     command = [sys.executable, "-m", "hf_tpu_ext.cli.main"]
     subprocess.run([*command, "prepare", "tiny", "--output_dir", "tiny"], cwd=tmp_path, check=True)
     argv = "sft --model_name_or_path tiny/model --dataset_name tiny/data --use_peft --max_length 64 --max_steps 4 --save_steps 2"
     argv += " --output_dir run --push_to_hub --hub_model_id me/mine --hub_strategy all_checkpoints --hub_always_push"
+    argv += f" --hub_token {TOKEN}"
     environment = {
         **os.environ,
         "HF_ENDPOINT": address,
-        "HF_TOKEN": "hf_x",
+        "HF_TOKEN": TOKEN,
         "HF_HUB_OFFLINE": "0",
         "PJRT_DEVICE": "CPU",
     }
@@ -72,6 +77,7 @@ def test_pushes_at_saves_and_at_the_end(hub, tmp_path):
     files: dict[str, bytes] = {}
     for _, committed in commits:
         files |= committed
+        assert [name for name, content in committed.items() if TOKEN.encode() in content] == []
     titles = [title for title, _ in commits]
     assert {"Training in progress, step 2", "Training in progress, step 4", "End of training"} <= set(titles), titles
     # Whole checkpoints, the adapter as it is here, and the report.

@@ -9,10 +9,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
 
 from ...atomic_write import remove_temporary, sync_directory
 from ...errors import UserError
 
+
+logger = logging.get_logger(__name__)
 
 # Upstream takes directories `checkpoint-*` for checkpoints, and leaves `_*` out when it pushes the directory of a run.
 _TEMPORARY = "_tmp-"
@@ -101,7 +104,11 @@ def _delete(checkpoints: list[Path]) -> None:
     for path in checkpoints:
         # It is renamed first: half a checkpoint never has the name of one.
         os.rename(path, temporary_dir(path))
-        shutil.rmtree(temporary_dir(path))
+        try:
+            shutil.rmtree(temporary_dir(path))
+        except OSError as error:
+            # A file that somebody has open on NFS, or an upload of it: no reason to end a run. The next one removes what is left.
+            logger.warning(f"{path} could not be deleted ({error}), and is left as {temporary_dir(path)}.")
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
+from copy import copy
 from pathlib import Path
 
 from huggingface_hub import ModelCard
@@ -184,7 +185,15 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         # Files are read while training goes on, so they have to be in their place.
         if self._partial_dir is None:
-            super()._push_from_checkpoint(checkpoint_folder)
+            with self._pickled_without_secrets():
+                super()._push_from_checkpoint(checkpoint_folder)
+
+    def _pickled_without_secrets(self) -> AbstractContextManager[None]:
+        """Context in which upstream pickles the arguments without their secrets, and has them all the same: it uploads with the token."""
+        texts = {name: value for name, value in vars(self.args).items() if isinstance(value, str | dict | list)}
+        without = copy(self.args)
+        vars(without).update(redact(texts))
+        return temporarily(self.args, __reduce_ex__=without.__reduce_ex__)
 
     def create_model_card(self, *args, **kwargs) -> None:
         super().create_model_card(*args, **kwargs)
@@ -252,15 +261,13 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
         return self.frozen[0].in_float32(weights) if self.frozen else weights
 
     def write_model(self, output_dir: str, state_dict) -> None:
-        # Upstream pickles the arguments as they are, hub_token too.
-        texts = {name: value for name, value in vars(self.args).items() if isinstance(value, str | dict | list)}
         of_model = {}
         if self.args.save_on_each_node:
             # Upstream's model is written by the first process of all, whatever it is told.
             of_model["should_save_on_this_rank"] = lambda is_main_process: is_main_process
         with (
             self.layers.in_place(),
-            temporarily(self.args, **redact(texts)),
+            self._pickled_without_secrets(),
             temporarily(unwrap_peft_model(self.model), **of_model),
         ):
             super()._save(output_dir, state_dict)

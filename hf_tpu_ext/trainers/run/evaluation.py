@@ -283,11 +283,11 @@ class CompiledEvaluation:
     def _add_loss(self, model, sums: DeviceSums, inputs, weight: torch.Tensor) -> None:
         loss, _, _ = self.prediction_step(model, inputs, prediction_loss_only=True)
         if loss is not None:
-            # Like upstream: losses that are not finite are left out.
-            finite = torch.isfinite(loss)
+            # Like upstream: by default, losses that are not finite are left out.
+            counts = torch.isfinite(loss) if self.loss_log.filters else weight > 0
             sums.add(
-                loss=torch.where(finite, loss.float() * weight, torch.zeros_like(weight)),
-                rows=torch.where(finite, weight, torch.zeros_like(weight)),
+                loss=torch.where(counts, loss.float() * weight, torch.zeros_like(weight)),
+                rows=torch.where(counts, weight, torch.zeros_like(weight)),
                 losses=torch.ones_like(weight),
             )
 
@@ -313,6 +313,8 @@ class CompiledEvaluation:
                 replaying,
                 temporarily(self, _preprocess_on_device=on_device, preprocess_logits_for_metrics=on_host),
                 temporarily(self, _made_ahead=made_ahead),
+                # It has another value for upstream's loop of training, which would read the loss of every micro-step.
+                temporarily(self.args, logging_nan_inf_filter=self.loss_log.filters),
             ):
                 output = super().evaluation_loop(dataloader, *arguments)
         finally:
