@@ -110,6 +110,10 @@ class Preemption(TrainerCallback):
             self.reason = self._processes.pass_place()
 
     def on_prediction_step(self, args, state, control, **kwargs):
+        self.cut_if_told()
+
+    def cut_if_told(self) -> None:
+        """End an evaluation here by an [`EvaluationCut`] if the run is told to stop, in [`~Preemption.cutting_evaluation`]."""
         if self._cuts_evaluation:
             self._ask_others()
         if self._cuts_evaluation and self.reason is not None:

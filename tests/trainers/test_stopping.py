@@ -148,6 +148,25 @@ def test_stopped_in_an_evaluation_on_xla(make, undisturb, same_logs):
     test_stopped_at(make, undisturb, same_logs, "on_prediction_step", 3, 3)
 
 
+def test_an_evaluation_that_predicts_is_cut_after_its_batch(make):
+    """Although predictions are read for many batches at once."""
+    trainer = make("stopped", per_device_eval_batch_size=1)
+    trainer.compute_metrics = lambda prediction: {}
+    collate, batches = trainer.data_collator, []
+
+    def collate_and_stop(rows):
+        if not trainer.model.training:
+            batches.append(len(rows))
+        if len(batches) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return collate(rows)
+
+    trainer.data_collator = collate_and_stop
+    with pytest.raises(TrainingPreempted):
+        trainer.train()
+    assert 2 <= len(batches) <= 3 < len(trainer.eval_dataset)
+
+
 def test_stopped_between_two_epochs_and_again_in_the_second(make, undisturb, same_logs):
     undisturbed = undisturb()
     with pytest.raises(TrainingPreempted):

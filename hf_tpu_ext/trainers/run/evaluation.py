@@ -301,7 +301,12 @@ class CompiledEvaluation:
             _, _, ignore_keys, _ = arguments
             model = self._wrap_model(self.model, training=False)
             replaying = self._evaluation_under_way()
-            predict = partial(self._predict, model, ignore_keys=ignore_keys)
+
+            def predict(inputs: Any) -> Prediction:
+                # Upstream asks callbacks when predictions are read, which is many batches later.
+                self.preemption.cut_if_told()
+                return self._predict(model, inputs=inputs, ignore_keys=ignore_keys)
+
             # Metrics of each batch ask the dataloader whether it is the last one.
             several = self.backend.processes.own_rows
             most = 1 if self.args.batch_eval_metrics or several else self.args.eval_accumulation_steps
