@@ -113,7 +113,9 @@ class RunLines(TrainerCallback):
         losses = [(entry["step"], entry["eval_loss"]) for entry in state.log_history if "eval_loss" in entry]
         if len(losses) > 1 and steps:
             (first_step, first), (last_step, last) = losses[0], losses[-1]
-            best = dict(losses).get(state.best_global_step) if args.load_best_model_at_end else None
+            # One that a resumed run does not find is not loaded.
+            loads_best = args.load_best_model_at_end and state.best_model_checkpoint is not None
+            best = dict(losses).get(state.best_global_step) if loads_best else None
             if best is None:
                 tqdm.write(f"Evaluation loss: {first:.4f} -> {last:.4f} (steps {first_step} to {last_step})")
             else:

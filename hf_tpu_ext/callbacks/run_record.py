@@ -154,9 +154,9 @@ class RunRecord(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         self._write_programs(state.global_step)
         cache = self._backend.cache_use()
-        # Upstream has loaded them by now.
+        # Upstream has loaded them by now, but for those that a resumed run does not find.
         best = {}
-        if args.load_best_model_at_end and state.best_global_step is not None:
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             best = {"best_step": state.best_global_step, "best_by": args.metric_for_best_model}
         stopped = {}
         if state.global_step < state.max_steps:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ..layers.adapters import adapters_scaled_inside
 from ..layers.frozen_weights import FrozenWeights, bfloat16_holds
 from ..sharding import ShardingPlan
 from .checkpoint.directories import leaving_no_empty_dir, newest_checkpoint
-from .checkpoint.earlier_run import set_aside
+from .checkpoint.earlier_run import find_best, set_aside
 from .checkpoint.run_lock import only_run_in
 from .checkpoint.saving import SavingMixin
 from .checks.datasets import check_has_rows, check_rows_left, named_datasets
@@ -97,7 +98,9 @@ class TPUTrainerMixin(
     #: Whether upstream leaves NaN out of the means that it logs.
     drops_nan_metrics = False
     # Moves what the run does not go on from out of its way, until that is done.
-    _set_aside: Callable[..., None] | None = None
+    _set_aside: Callable[..., Path | None] | None = None
+    # Where it has moved that, if anything.
+    _aside: Path | None = None
 
     def __init__(self, *args, **kwargs):
         arguments = signature_of(type(self)).bind(*args, **kwargs)
@@ -193,6 +196,7 @@ class TPUTrainerMixin(
             checkpoint = self._find_checkpoint(resume_from_checkpoint)
             self.agreement.check_beginning(named_datasets(vars(self)))
             record = self.run_record
+            self._aside = None
             if self.args.should_save:
                 took_newest = checkpoint is not None and resume_from_checkpoint is True
                 models = map(unwrap_peft_model, (self.model, *self.other_models()))
@@ -222,8 +226,12 @@ class TPUTrainerMixin(
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         # Only now, and once in a run: one that cannot be prepared leaves an earlier one in its place.
         if self._set_aside is not None:
-            self._set_aside(max_steps=max_steps)
+            self._aside = self._set_aside(max_steps=max_steps)
             self._set_aside = None
+        # Each time: a run that begins again with a smaller batch reads its state again.
+        if self._resumed_from is not None and self.state.best_global_step:
+            find = partial(find_best, self.state, self._resumed_from, self._aside)
+            self.state.best_model_checkpoint = self.backend.processes.by_first("the best checkpoint so far", find)
         return prepared
 
     def _inner_training_loop(

@@ -22,8 +22,9 @@ def test_losses_of_evaluations_are_those_of_a_run_that_trained(tmp_path, capsys,
 
 
 @pytest.mark.parametrize(("metric", "says"), [("eval_loss", ""), ("accuracy", ", the best by accuracy")])
-def test_what_is_loaded_is_the_best_of_a_metric(tmp_path, capsys, metric, says):
-    """Its loss may be the greater one."""
+@pytest.mark.parametrize("is_there", [True, False])
+def test_what_is_loaded_is_the_best_of_a_metric(tmp_path, capsys, metric, says, is_there):
+    """Its loss may be the greater one. A run that is resumed may not find it, and then it is not said to be loaded."""
     lines = RunLines(CPUBackend("a test"), lambda: RunFacts("float32 weights", 2, [], None, []))
     best = dict(
         load_best_model_at_end=True, metric_for_best_model=metric, eval_strategy="steps", save_strategy="steps"
@@ -31,11 +32,12 @@ def test_what_is_loaded_is_the_best_of_a_metric(tmp_path, capsys, metric, says):
     args = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True, eval_steps=2, save_steps=2, **best)
     history = [{"step": step, "eval_loss": 5.0 - step} for step in (2, 4)]
     state = TrainerState(global_step=0, max_steps=4, log_history=history, best_global_step=2)
+    state.best_model_checkpoint = str(tmp_path / "checkpoint-2") if is_there else None
     lines.on_train_begin(args, state, TrainerControl())
     state.global_step = 4
     lines.on_train_end(args, state, TrainerControl())
-    line = f"Evaluation loss: 3.0000 -> 3.0000 at step 2{says}, whose weights are loaded (at the last step 1.0000)"
-    assert line in capsys.readouterr().out
+    of_best = f"Evaluation loss: 3.0000 -> 3.0000 at step 2{says}, whose weights are loaded (at the last step 1.0000)"
+    assert (of_best if is_there else "Evaluation loss: 3.0000 -> 1.0000 (steps 2 to 4)") in capsys.readouterr().out
 
 
 class _Traces(CPUBackend):

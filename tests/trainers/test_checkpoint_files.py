@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from full_disk import largest_file
-from transformers import Trainer, TrainerCallback
+from safetensors.torch import load_file
+from transformers import Trainer, TrainerCallback, TrainerState
 from written_checkpoints import contents, write_checkpoint
 
-from hf_tpu_ext import TPUSFTTrainer
+from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
 from hf_tpu_ext.trainers.checkpoint.directories import (
     checkpoints_by_step,
     delete_all_but,
@@ -19,7 +20,7 @@ from hf_tpu_ext.trainers.checkpoint.directories import (
     remove_leftovers,
     temporary_dir,
 )
-from hf_tpu_ext.trainers.checkpoint.earlier_run import set_aside
+from hf_tpu_ext.trainers.checkpoint.earlier_run import find_best, set_aside
 from hf_tpu_ext.trainers.checkpoint.lookup import find_checkpoint
 from hf_tpu_ext.trainers.checkpoint.verification import MANIFEST_NAME, find_damage
 
@@ -231,6 +232,25 @@ def test_a_model_of_a_run_that_is_to_train_longer(tmp_path, caplog):
     ) in caplog.text
 
 
+@pytest.mark.parametrize("of_same_run", [True, False])
+def test_the_best_checkpoint_is_of_the_run_that_is_resumed(tmp_path, caplog, of_same_run):
+    """Another run may have written one of the same step, in the place where the best was."""
+    recorded, copied = write_checkpoint(tmp_path / "run", 2), write_checkpoint(tmp_path / "copy", 4)
+    history = [{"loss": 1.5 if of_same_run else 1.6}] * 5 + [{"loss": float("nan")}]
+    state = TrainerState(best_global_step=2, best_model_checkpoint=str(recorded), log_history=history)
+    assert find_best(state, str(copied), None) == str(recorded)
+    set_aside(tmp_path / "run", str(copied))
+    moved = tmp_path / "run" / "_earlier-1" / "checkpoint-2"
+    caplog.clear()
+    if of_same_run:
+        assert find_best(state, str(copied), moved.parent) == str(moved)
+        assert find_best(state, str(moved.with_name("checkpoint-4")), None) == str(moved)
+        assert f"The best checkpoint so far, of step 2, is {moved} now." in caplog.text
+    else:
+        assert find_best(state, str(copied), moved.parent) is None
+        assert f"was found neither in {recorded} nor beside {copied}" in caplog.text
+
+
 def test_files_of_a_model_without_weights_are_somebody_elses(tmp_path):
     (tmp_path / "tokenizer.json").touch()
     set_aside(tmp_path, None)
@@ -391,6 +411,29 @@ def test_best_checkpoint_has_its_final_path(runs, capfd):
     resumed = runs.ours(**config, train=False, output_dir=str(moved))
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.best_model_checkpoint == str(moved / "checkpoint-2")
+
+
+def test_the_best_checkpoint_that_is_moved_is_loaded_at_the_end(runs, tmp_path, capfd):
+    """A run that goes on from a copy moves the best one out of its way, and one that goes on from there finds it beside."""
+    best = dict(load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=True)
+    config = dict(**SAVES, **best, eval_strategy="steps", eval_steps=2, config_cls=TPUSFTConfig, ema_decay=0.9)
+    runs.ours(**{**config, "save_total_limit": None})
+    copied, earlier = tmp_path / "copied" / "checkpoint-4", runs.output_dir / "_earlier-1"
+    shutil.copytree(runs.output_dir / "checkpoint-4", copied)
+    before = contents(runs.output_dir / "checkpoint-2")
+    # Of the second, what the first has written is in the way.
+    for checkpoint in (copied, earlier / "checkpoint-4"):
+        resumed = runs.ours(**{**config, "max_steps": 6}, train=False)
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+        assert resumed.state.best_model_checkpoint == str(earlier / "checkpoint-2")
+        assert "at step 2, whose weights are loaded" in capfd.readouterr().out
+        resumed.save_model(str(tmp_path / "saved"))
+        for name in ("model.safetensors", "ema.safetensors"):
+            weights, of_best = load_file(tmp_path / "saved" / name), load_file(earlier / "checkpoint-2" / name)
+            assert all(torch.equal(weights[key], of_best[key]) for key in of_best)
+        assert contents(earlier / "checkpoint-2") == before and find_damage(earlier / "checkpoint-4") is None
+        assert list(checkpoints_by_step(runs.output_dir)) == [6]
+    assert find_damage(runs.output_dir / "_earlier-2" / "checkpoint-6") is None
 
 
 def test_a_directory_of_the_user_is_no_checkpoint_of_the_run(runs):

@@ -4,11 +4,15 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ...report.record import RECORD_NAME, RUN_FILES, is_record
 from .directories import move_aside, named_as_checkpoints
 from .saved_model import files_of_model
+from .verification import find_damage
 
 
 logger = logging.get_logger(__name__)
@@ -24,7 +28,7 @@ def set_aside(
     took_newest: bool = False,
     models_of_run: Iterable[str] = (),
     max_steps: int = 0,
-) -> None:
+) -> Path | None:
     """
     Move what a run does not go on from out of its way, with a line that says so: if it begins anew, all that an earlier
     run has left, which is checkpoints, the model that it saved at its end, exports, and its record; if it is resumed, what
@@ -34,7 +38,8 @@ def set_aside(
     upstream's code too, a model there is what it has trained, and nothing of another run is ever replaced or deleted. What
     is among the `models_of_run` by its path stays. Whatever has the name of a checkpoint that this run may write is
     moved, and files by the names of a record that no run has written, if it `writes_record`. If it `took_newest`, which is
-    the newest checkpoint that is whole, later ones are damaged, and no run can go on with them.
+    the newest checkpoint that is whole, later ones are damaged, and no run can go on with them. The directory that things
+    were moved to is returned, if any were.
     """
     run_dir = Path(run_dir)
     # Whatever has such a name would be replaced: a file or a broken link, too.
@@ -52,7 +57,7 @@ def set_aside(
     is_of_run = is_record(run_dir / RECORD_NAME)
     moved_record = record if (last < 0 if is_of_run else writes_record) else []
     if not (others or exports or model or moved_record):
-        return
+        return None
     aside = move_aside(run_dir, [*others, *exports, *model, *moved_record])
     text = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]}"
     begins = "begins anew" if resumed_from is None else f"goes on from {resumed_from}"
@@ -75,6 +80,38 @@ def set_aside(
     if others and not took_newest:
         go_on = f" To go on with one of them, stop this run and set resume_from_checkpoint={str(aside / names[-1])!r}."
     logger.warning(f"{what}. They are moved to {aside}, where nothing deletes them.{go_on}")
+    return aside
+
+
+def find_best(state: TrainerState, resumed_from: str, aside: Path | None) -> str | None:
+    """
+    Find the best checkpoint so far of a run that is resumed. Its `state` says where it was. From there it may have gone with
+    the one that is `resumed_from`, out of the way of another run, or to where [`set_aside`] has just moved it, which is
+    `aside`.
+    """
+    recorded = state.best_model_checkpoint
+    if recorded is not None and Path(recorded).is_dir():
+        return recorded
+    name = f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+    for path in (Path(resumed_from).with_name(name), *([] if aside is None else [aside / name])):
+        if _is_before(path, state):
+            logger.warning(f"The best checkpoint so far, of step {state.best_global_step}, is {path} now.")
+            return str(path)
+    if recorded is not None:
+        logger.warning(
+            f"The best checkpoint so far, of step {state.best_global_step}, was found neither in {recorded} nor beside "
+            f"{resumed_from}, whole and of the same run: the last weights stay, unless a later evaluation is better."
+        )
+    return None
+
+
+def _is_before(checkpoint: Path, state: TrainerState) -> bool:
+    """Whether a checkpoint is whole and of the same run as a later state. Another run may have written one of that step."""
+    if find_damage(checkpoint) is not None:
+        return False
+    history = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).log_history
+    # In their text NaN is equal to NaN.
+    return json.dumps(history) == json.dumps(state.log_history[: len(history)])
 
 
 def _exports(run_dir: Path) -> list[Path]:
