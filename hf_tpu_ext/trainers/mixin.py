@@ -101,6 +101,8 @@ class TPUTrainerMixin(
     _set_aside: Callable[..., Path | None] | None = None
     # Where it has moved that, if anything.
     _aside: Path | None = None
+    # The batch size that `auto_find_batch_size` has tried last in the run under way.
+    _rows_tried: int | None = None
 
     def __init__(self, *args, **kwargs):
         arguments = signature_of(type(self)).bind(*args, **kwargs)
@@ -220,6 +222,7 @@ class TPUTrainerMixin(
                         record.note_error(error, self.state.global_step, self.args.output_dir)
                     raise
                 finally:
+                    self._rows_tried = None
                     self._end_run()
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
@@ -237,6 +240,14 @@ class TPUTrainerMixin(
     def _inner_training_loop(
         self, batch_size=None, args=None, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None
     ):
+        if self.args.auto_find_batch_size:
+            rows = self.chips.rows_at_once(batch_size)
+            if rows == self._rows_tried:
+                # They have failed: accelerate takes a tenth away at a time, which may be less than a row of each chip.
+                raise RuntimeError("XLA has run out of memory.")
+            batch_size = self._rows_tried = rows
+            # An attempt that failed leaves gradients and losses, which upstream's loop begins anew.
+            self._end_run()
         try:
             with naming_broken_images(named_datasets(vars(self))):
                 return super()._inner_training_loop(

@@ -88,6 +88,17 @@ class Moves(TrainerCallback):
             spmd.mark_sharding(weight, spmd.Mesh(range(chips), (chips,), ("columns",)), (None, "columns"))
 
 
+class Full(TrainerCallback):
+    """Has no memory for more than some rows, as the first micro-step has found."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        if state.train_batch_size > self.rows:
+            raise RuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm.")
+
+
 def run(
     model_dir,
     output_dir,
@@ -98,6 +109,7 @@ def run(
     shows=False,
     quantized=None,
     moves=False,
+    most_rows=None,
     **config,
 ):
     mesh = config.get("mesh")
@@ -154,6 +166,8 @@ def run(
     trainer.add_callback(Stop())
     if moves:
         trainer.add_callback(Moves())
+    if most_rows is not None:
+        trainer.add_callback(Full(most_rows))
     shown = Shown()
     if shows:
         # Layers that run as a loop would be handed out to it at every log.

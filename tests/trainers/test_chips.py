@@ -273,6 +273,19 @@ def test_the_batch_of_a_process_is_that_of_its_chips(tmp_path):
         assert type(other) is SFTConfig and (other.train_batch_size, other.per_device_train_batch_size) == (5, 5)
 
 
+def test_a_smaller_batch_is_found_of_which_each_chip_has_as_many_rows(tiny_model, runs, rows, on_devices, tmp_path):
+    """Of the 7 rows that accelerate goes on to, four chips take 4, and train as if these had been the first."""
+    config = dict(max_steps=2, warmup_steps=0, gradient_accumulation_steps=2, train_sampling_strategy="sequential")
+    finds = dict(config, per_device_train_batch_size=2, auto_find_batch_size=True, most_rows=7, rows=ROWS)
+    results, _ = on_devices(4, tiny_model, {"data": dict(finds), "fsdp": dict(finds, mesh="fsdp")}, tmp_path)
+    one = runs.stock(per_device_train_batch_size=4, kwargs={"train_dataset": rows(ROWS)}, **config)
+    expected = [(entry["loss"], entry["grad_norm"]) for entry in one.state.log_history if "loss" in entry]
+    for result in results.values():
+        assert result["train_batch_size"] == 4
+        found = [(entry["loss"], entry["grad_norm"]) for entry in result["log"] if "loss" in entry]
+        assert found == [pytest.approx(numbers, rel=1e-5) for numbers in expected] and len(found) == 2
+
+
 @pytest.mark.slow
 def test_a_run_moves_between_topologies(tiny_model, on_devices, tmp_path):
     """8 chips, then 1, then 4 with split weights, then 8 in two groups, with one recipe; and 8 again, bit for bit."""

@@ -611,6 +611,15 @@ def test_rows_of_a_checkpoint_of_more_chips():
     assert "on 4 devices, which 5 devices cannot keep" in message and "Set num_processes to a number" in message
 
 
+def test_batch_size_that_is_found_for_too_few_rows():
+    def check(rows, num_chips=4, auto_find_batch_size=False):
+        if not auto_find_batch_size:
+            return None
+        return Chips.rows_at_once(SimpleNamespace(_backend=SimpleNamespace(num_chips=num_chips)), rows)
+
+    assert_fixes(check, {"rows": 3, "auto_find_batch_size": True}, "leave auto_find_batch_size out")
+
+
 def test_generation_of_a_checkpoint_of_more_chips():
     def check(rows_at_once, backend="xla"):
         trainer = SimpleNamespace(

@@ -4,6 +4,8 @@ import ast
 import math
 import re
 import sys
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,8 +25,10 @@ from transformers import (
 from transformers.optimization import Adafactor, AdafactorSchedule
 
 from hf_tpu_ext import TPUTrainer
+from hf_tpu_ext.errors import UserError
 from hf_tpu_ext.step.optimizer import LazyAdamW
 from hf_tpu_ext.trainers import TPUTrainerMixin
+from hf_tpu_ext.trainers.run.chips import Chips
 
 
 class LineConfig(PreTrainedConfig):
@@ -206,6 +210,47 @@ def test_a_smaller_batch_after_memory_has_run_out(xla, tmp_path, words):
     trainer = make(TPUTrainer, tmp_path, [Full(words)], per_device_train_batch_size=8, auto_find_batch_size=True)
     trainer.train()
     assert trainer.state.global_step == 2 and trainer._train_batch_size == 4
+
+
+def test_no_batch_size_is_tried_twice_where_chips_do_not_divide_it(xla, tmp_path):
+    tried = []
+
+    class FullAtOnce(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            tried.append(state.train_batch_size)
+            raise RuntimeError("CUDA out of memory.")
+
+    trainer = make(TPUTrainer, tmp_path, [FullAtOnce()], per_device_train_batch_size=16, auto_find_batch_size=True)
+    of_four_chips = SimpleNamespace(_backend=SimpleNamespace(num_chips=4))
+    trainer.chips.rows_at_once = partial(Chips.rows_at_once, of_four_chips)
+    for _ in range(2):
+        trainer._train_batch_size = 16
+        with pytest.raises(UserError, match="has come down to 3 rows for 4 chips"):
+            trainer.train()
+    assert tried == [16, 12, 8, 4] * 2
+
+
+def test_a_smaller_batch_begins_with_no_gradients_and_no_losses(xla, tmp_path):
+    class FullAmidAStep(TrainerCallback):
+        def on_substep_end(self, args, state, control, **kwargs):
+            if state.train_batch_size > 4:
+                raise RuntimeError("CUDA out of memory.")
+
+    def train(cls):
+        config = dict(gradient_accumulation_steps=2, train_sampling_strategy="sequential", logging_steps=1)
+        config |= dict(per_device_train_batch_size=5, auto_find_batch_size=True)
+        trainer = make(cls, tmp_path, [FullAmidAStep()], **config)
+        trainer.train()
+        assert trainer.state.train_batch_size == 4
+        return [
+            value
+            for log in trainer.state.log_history
+            for name, value in log.items()
+            if name in ("loss", "grad_norm", "train_loss")
+        ]
+
+    ours, upstreams = on_both_sides(train)
+    assert ours == upstreams
 
 
 def test_a_buffer_that_a_model_replaces_when_it_is_loaded_is_on_the_device(xla, tmp_path):

@@ -186,6 +186,20 @@ class Chips:
         args = self._args
         return args.train_batch_size * args.world_size * args.gradient_accumulation_steps
 
+    def rows_at_once(self, most: int) -> int:
+        """
+        The rows that the chips of this process take together, of which each has as many: `most` or fewer. Fewer than
+        chips are a `ValueError`.
+        """
+        chips = self._backend.num_chips
+        if most < chips:
+            raise UserError(
+                f"auto_find_batch_size=True has come down to {count(most, 'row')} for {count(chips, 'chip')}, each of "
+                "which takes one at least. Set mesh='fsdp', gradient_checkpointing=True or a lower max_length, by which a "
+                "row takes less memory; where a checkpoint of fewer chips has so few rows, leave auto_find_batch_size out."
+            )
+        return most - most % chips
+
     def rows_of_process(self) -> AbstractContextManager[None]:
         """Within this context, `per_device_train_batch_size` is the rows of all chips of this process, as upstream takes it."""
         rows = self._args.per_device_train_batch_size * self._backend.num_chips
