@@ -24,6 +24,7 @@ STEPS = [
 DRY = (
     "make test",
     "make test-ci",
+    "make test-torch-tpu",
     "make test-at-newest",
     "make test-bounds",
     *(f"make test-torch-at-{bound}" for bound in ("lowest", "newest")),
