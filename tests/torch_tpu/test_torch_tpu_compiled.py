@@ -174,7 +174,8 @@ def test_dropout_follows_from_seeds_that_are_data(runs, tmp_path):
 
     dropped, without = train("dropped", 0.3), train("without", 0.0)
     assert dropped.steps.why_traced is None and dropped.watch.recompiles == 0
-    assert len(set(losses(without))) == 1 and len(set(losses(dropped))) == 6
+    # To the last bit of a float32, which threads of a CPU may round otherwise.
+    assert losses(without) == pytest.approx([losses(without)[0]] * 6, rel=2**-23) and len(set(losses(dropped))) == 6
     again = train("again", 0.3, train=False)
     again.train(resume_from_checkpoint=str(tmp_path / "dropped" / "checkpoint-3"))
     assert losses(again)[-3:] == losses(dropped)[-3:]
