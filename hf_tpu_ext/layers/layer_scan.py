@@ -64,9 +64,10 @@ class LayerStack(CalledLayers):
         self._loops: list[PatternLoop] = []
         self._templates: list[Template] = []
         for pattern in self.patterns:
+            first_layers = [self._layers[numbers[0]] for numbers in pattern.numbers]
             templates = [
-                Template(numbers, layer := self._layers[numbers[0]], derive(layer), plain)
-                for numbers in pattern.numbers
+                Template(numbers, layer, derive(layer), plain)
+                for numbers, layer in zip(pattern.numbers, first_layers, strict=True)
             ]
             self._loops.append(PatternLoop(pattern, templates, backend, rematerialization == "dots", by_rows))
             self._templates += templates

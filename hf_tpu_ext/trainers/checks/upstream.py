@@ -92,9 +92,9 @@ def _package_of(owner: type) -> str:
 
 def check_trainer(cls: type[Trainer], trainer_kwargs: Mapping[str, Any], compiles: bool) -> None:
     """
-    Refuse what cannot work (`ValueError`), before a model is loaded: preference data without its columns, or of text and messages, and a
-    reference model that is a name. Where XLA `compiles` steps, also trainers that write text within their steps, datasets with images, and rows that prefer
-    nothing. `trainer_kwargs` are the trainer's arguments, by name.
+    Refuse what cannot work (`ValueError`), before a model is loaded: preference data without its columns, or of which some rows are text
+    and others messages, and a reference model that is a name. Where XLA `compiles` steps, also trainers that write text within their
+    steps, datasets with images, and rows that prefer nothing. `trainer_kwargs` are the trainer's arguments, by name.
     """
     upstream = upstream_of(cls)
     takes_preferences = upstream.__name__ in _TAKE_PREFERENCES

@@ -199,12 +199,10 @@ class BatchesMixin(ImagesMixin):
                 guards = self._last_batch_guards
                 if mode not in self._said:
                     self._said.add(mode)
-                    graph, fix = "training", "dataloader_drop_last=True drops such batches"
+                    graph = "training" if mode == "train" else "evaluation"
+                    fix = "dataloader_drop_last=True drops such batches"
                     if mode == "eval":
-                        graph, divides = (
-                            "evaluation",
-                            "A per_device_eval_batch_size that divides the rows leaves none over",
-                        )
+                        divides = "A per_device_eval_batch_size that divides the rows leaves none over"
                         fix = f"{divides}; {fix}, whose rows an evaluation then lacks"
                     logger.warning(
                         f"The last batch has {rows} of {num_rows} rows and is not padded, which compiles one more {graph} graph: "
