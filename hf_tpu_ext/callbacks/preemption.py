@@ -86,16 +86,20 @@ class Preemption(TrainerCallback):
             # One that is ignored stays ignored, as for `nohup` and for jobs in the background of a shell script.
             if signal.getsignal(number) not in (None, signal.SIG_IGN):
                 self._handlers[number] = signal.signal(number, self._on_signal)
-        is_done = threading.Event()
+        self._is_done = threading.Event()
         if self._maintenance_url is not None:
-            asking = (self._maintenance_url, self._tell, is_done)
+            asking = (self._maintenance_url, self._tell, self._is_done)
             threading.Thread(target=watch_maintenance, args=asking, daemon=True).start()
         try:
             yield
         finally:
-            is_done.set()
-            self._restore_handlers()
-            self.listening = False
+            self.stop_listening()
+
+    def stop_listening(self) -> None:
+        """From here on signals do what they did before: the run has done its last step, after which none is left to save at."""
+        self.listening = False
+        self._is_done.set()
+        self._restore_handlers()
 
     def cutting_evaluation(self) -> AbstractContextManager:
         """Within this context, an [`EvaluationCut`] ends an evaluation with its batch when the run is told to stop."""

@@ -410,3 +410,18 @@ def test_upstreams_own_handler_gives_way(make, capfd):
     assert set(during) == {trainer.preemption._on_signal} and stopped.value.step == 2
     assert signal.getsignal(signal.SIGTERM) == before
     assert "enable_jit_checkpoint has no effect" in capfd.readouterr().out
+
+
+def test_signals_do_what_they_did_before_once_the_last_step_is_done(make):
+    before, during = signal.getsignal(signal.SIGTERM), {}
+
+    class Handler(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            during["step"] = signal.getsignal(signal.SIGTERM)
+
+        def on_train_end(self, args, state, control, **kwargs):
+            during["end"] = signal.getsignal(signal.SIGTERM)
+
+    trainer = make("ending", [Handler()], max_steps=1, eval_strategy="no", save_strategy="no")
+    trainer.train()
+    assert during == {"step": trainer.preemption._on_signal, "end": before}

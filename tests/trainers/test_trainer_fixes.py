@@ -580,15 +580,16 @@ def test_a_file_that_is_damaged(tmp_path):
 # ---- Another number of chips than a checkpoint was written on, and other rare things ----
 
 
-def test_rows_of_a_checkpoint_of_more_chips():
+def test_rows_of_a_checkpoint_of_more_chips(caplog):
     """12 rows of 4 chips: 5 chips cannot take them."""
 
-    def check(num_chips, per_device_train_batch_size=3, backend="xla", accumulation=1):
+    def check(num_chips, per_device_train_batch_size=3, backend="xla", accumulation=1, drop_last=False):
         args = SimpleNamespace(
             per_device_train_batch_size=per_device_train_batch_size,
             train_batch_size=per_device_train_batch_size * num_chips,
             world_size=1,
             gradient_accumulation_steps=accumulation,
+            dataloader_drop_last=drop_last,
         )
         chips = SimpleNamespace(
             _args=args,
@@ -606,6 +607,10 @@ def test_rows_of_a_checkpoint_of_more_chips():
     for num_chips in (1, 2, 3, 6, 12):
         for accumulation in (1, 2, 5):
             assert check(num_chips, accumulation=accumulation) == 12
+    for drop_last in (False, True):
+        caplog.clear()
+        check(2, drop_last=drop_last)
+        assert ("an epoch may have another number of steps" in caplog.text) == drop_last
     check(5, per_device_train_batch_size=2)
     message = refusal(check, {"num_chips": 5, "backend": "cpu"})
     assert "on 4 devices, which 5 devices cannot keep" in message and "Set num_processes to a number" in message

@@ -100,7 +100,7 @@ def find_best(state: TrainerState, resumed_from: str, aside: Path | None) -> str
     if recorded is not None:
         logger.warning(
             f"The best checkpoint so far, of step {state.best_global_step}, was found neither in {recorded} nor beside "
-            f"{resumed_from}, whole and of the same run: the last weights stay, unless a later evaluation is better."
+            f"{resumed_from}, whole and of the same run: the run has no best checkpoint until a later evaluation is better."
         )
     return None
 

@@ -56,6 +56,8 @@ class StoppingMixin:
 
     def _finalize_training(self, trial, num_train_samples, start_time):
         if self.preemption.reason is None:
+            if self.preemption.listening:
+                self.preemption.stop_listening()
             if self._made_up_at == self.state.global_step:
                 # The run had ended but for this.
                 self._save_checkpoint(self.model, trial)

@@ -232,6 +232,7 @@ class Chips:
             return
         kind = kind_of_device(self._backend.name)
         rows_at_once = args.train_batch_size * args.world_size
+        accumulation = args.gradient_accumulation_steps
         if rows % rows_at_once == 0:
             args.gradient_accumulation_steps = rows // rows_at_once
         elif rows % (workers * args.gradient_accumulation_steps) == 0:
@@ -251,6 +252,12 @@ class Chips:
             f"{before} on {count(state['num_workers'], kind)}. To keep it on {workers}: {args.per_device_train_batch_size} per {kind} x "
             f"{count(args.gradient_accumulation_steps, 'gradient accumulation step')}."
         )
+        if args.dataloader_drop_last and args.gradient_accumulation_steps != accumulation:
+            # It leaves out what does not fill a micro-step, of which the rows are others now.
+            logger.warning(
+                "dataloader_drop_last=True: an epoch may have another number of steps than before, after which the rows of a "
+                "step are others. Without it, epochs are as before."
+            )
 
     # ---- Words ----
 
