@@ -7,6 +7,7 @@ import sys
 from functools import partial
 from types import SimpleNamespace
 
+import optuna
 import pytest
 import torch
 from datasets import Dataset
@@ -364,8 +365,6 @@ def test_a_training_step_without_a_run(xla, tmp_path, has_optimizer):
 
 
 def test_a_search_of_hyperparameters(xla, tmp_path):
-    optuna = pytest.importorskip("optuna")
-
     def search(cls):
         trainer = make(cls, tmp_path, model_init=lambda: Line(LineConfig()), eval_strategy="steps", eval_steps=2)
         objectives = []
