@@ -202,7 +202,8 @@ def collate_with_teacher(
         `dict[str, Any]`: The batch, with `teacher_ids` (int32) and `teacher_log_probs` (float32) of shape
         `(batch, length, top_k)`, and `teacher_log_tail` (float32) of shape `(batch, length)`.
     """
-    batch = dict(collator(examples))
+    # It may say more of itself than a dict: which columns are padding, for example.
+    batch = collator(examples)
     rows, length = batch["input_ids"].shape
     of_batch = TopK(
         torch.zeros((rows, length, top_k), dtype=torch.int32),
@@ -213,7 +214,8 @@ def collate_with_teacher(
         of_example = cache.lookup(example["input_ids"], temperature, top_k)
         for whole, part in zip(of_batch, of_example, strict=True):
             whole[row, : part.shape[0]] = part
-    return {**batch, **dict(zip(_KEYS, of_batch, strict=True))}
+    batch.update(zip(_KEYS, of_batch, strict=True))
+    return batch
 
 
 def cached_teacher(student: nn.Module, inputs: dict[str, Any]) -> TopK:

@@ -74,6 +74,11 @@ def _write(source: Path, path: Path, name: str, trained_for: TrainedFor) -> GGUF
         raise UserError(
             f"--gguf {source} is no GGUF file ({error}). Make it with llama.cpp: convert_hf_to_gguf.py --outtype f32"
         ) from error
+    if experts := [tensor.name for tensor in reader.tensors if _is_of_layer(tensor) and len(tensor.shape) > 2]:
+        raise UserError(
+            f"--gguf {source} has experts ({experts[0]}), which are no linear layers and were not rounded in training. A file with few "
+            "bits for the rest alone is no small model. Leave out --gguf."
+        )
     rounded_tensors = [tensor for tensor in reader.tensors if _is_rounded(tensor, trained_for)]
     wrong = [tensor for tensor in rounded_tensors if tensor.tensor_type != GGMLQuantizationType.F32]
     if wrong or not rounded_tensors:
@@ -112,10 +117,14 @@ def _write(source: Path, path: Path, name: str, trained_for: TrainedFor) -> GGUF
 
 
 def _is_rounded(tensor, trained_for: TrainedFor) -> bool:
-    # Matrices of layers, but not those of experts, of three dimensions; and both ends where they were rounded, too.
+    # Matrices of layers, but not convolutions of a few columns; and both ends where they were rounded, too.
     is_end = tensor.name in ("token_embd.weight", "output.weight")
-    is_matrix = tensor.name.startswith("blk.") and tensor.name.endswith(".weight") and len(tensor.shape) == 2
+    is_matrix = _is_of_layer(tensor) and len(tensor.shape) == 2 and tensor.shape[0] % _BLOCK == 0
     return is_matrix or (is_end and trained_for.quantize_embedding)
+
+
+def _is_of_layer(tensor) -> bool:
+    return tensor.name.startswith("blk.") and tensor.name.endswith(".weight")
 
 
 def _pack(rounding: Rounding, weight: torch.Tensor) -> np.ndarray:

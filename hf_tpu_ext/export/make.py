@@ -171,7 +171,7 @@ def export_run(
                 model.to(DTYPES[form.dtype]).save_pretrained(partial)
             else:
                 write_quantized(model, form.quantization, DTYPES[form.dtype], partial)
-            tokenizer.save_pretrained(partial)
+            source.load_processor(form.config, tokenizer).save_pretrained(partial)
             del model
             gc.collect()
             _begin_phase(bar, "computing with what was written")

@@ -20,11 +20,13 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoProcessor,
     AutoTokenizer,
     BitsAndBytesConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    ProcessorMixin,
 )
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, align_special_tokens
 from transformers.utils import CONFIG_NAME, logging
@@ -113,6 +115,22 @@ class Source:
                 f"No tokenizer is found in {self.directory} or {self.base}. Copy it there from the model that the run "
                 "began with: tokenizer.json and tokenizer_config.json."
             ) from cause
+        return tokenizer
+
+    def load_processor(
+        self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+    ) -> PreTrainedTokenizerBase | ProcessorMixin:
+        """What prepares a model's inputs: its tokenizer, or where the model takes images, too, the processor that the run or its base has."""
+        if "vision_config" in config.sub_configs:
+            for place, revision in ((self.directory, None), (self.base, self.revision)):
+                try:
+                    processor = AutoProcessor.from_pretrained(place, revision=revision)
+                except (OSError, ValueError):
+                    # This place has none.
+                    continue
+                if isinstance(processor, ProcessorMixin):
+                    processor.tokenizer = tokenizer
+                    return processor
         return tokenizer
 
     def load_trained(

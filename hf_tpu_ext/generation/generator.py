@@ -18,6 +18,7 @@ from ..errors import UserError
 from ..layers.attention import static_masks
 from ..layers.static_cache import StaticKeyValueCache, pad_positions
 from ..step.fingerprint import compile_alone
+from ..step.index_tables import known_model, learned_positions, token_embedding
 from .memory import CopiedWeights, choose_cache_lengths, find_room
 from .models import cache_argument, check_model
 from .sampling import Sampler, count_until_end
@@ -97,6 +98,9 @@ class Generator:
         pads = self.config.pad_token_id
         #: What follows the end of a row, and precedes a prompt.
         self.pad_token_id = (self._sampler.ends or [0])[0] if pads is None else pads
+        tokens = None if (known := known_model(plain)) is None else token_embedding(known, known)
+        self._embedding_rows = None if tokens is None else tokens.num_embeddings
+        self._learned_positions = None if tokens is None else learned_positions(known, tokens)
         self._num_layers = plain.config.get_text_config(decoder=True).num_hidden_layers
         takes = inspect.signature(plain.forward).parameters
         settings = {"logits_to_keep": 1, "output_router_logits": False}
@@ -130,7 +134,7 @@ class Generator:
             [`Generated`]: The completions, in the order of the prompts.
 
         Raises:
-            `ValueError`: A prompt is empty, or longer than what was declared.
+            `ValueError`: A prompt is empty, longer than what was declared, or outside of the model's tables.
         """
         if seed is None:
             seed = int(torch.randint(-(2**31), 2**31 - 1, ()))
@@ -176,6 +180,7 @@ class Generator:
                     f"Prompt {number} has {len(prompt)} tokens, and the declared length of prompts is {self.prompt_lengths[-1]}. "
                     "Declare more, or cut the prompt."
                 )
+            self._check_tables(number, prompt)
         length = next(each for each in self.prompt_lengths if each >= longest)
         # Each chip has as many rows.
         rows = -(-len(prompts) // self._backend.num_chips) * self._backend.num_chips
@@ -186,6 +191,20 @@ class Generator:
             ids[row, length - len(prompt) :] = prompt
             mask[row, length - len(prompt) :] = 1
         return ids, mask
+
+    def _check_tables(self, number: int, prompt: Sequence[int]) -> None:
+        """Refuse what the model has no place for in its tables: a program would take another place, and say nothing."""
+        rows, positions = self._embedding_rows, self._learned_positions
+        if rows is not None and not 0 <= min(prompt) <= max(prompt) < rows:
+            raise UserError(
+                f"Prompt {number} holds the token id {max(prompt) if min(prompt) >= 0 else min(prompt)}, but the model's embedding has "
+                f"{rows} rows: 0 to {rows - 1}. Give it a row for each token: model.resize_token_embeddings(len(tokenizer))."
+            )
+        if positions is not None and len(prompt) + self._new_tokens > positions.size:
+            raise UserError(
+                f"Prompt {number} has {len(prompt)} tokens, and up to {self._new_tokens} are generated after it, but the model has "
+                f"positions for {positions.size} ({positions.name}). Generate fewer tokens, or cut the prompt."
+            )
 
     # ---- The two programs ----
 

@@ -396,6 +396,10 @@ class TPUSFTConfig(ImageArguments, PredictedTextArguments, ExtensionArguments, S
         if self.kd_teacher is None and self.kd_cache is None:
             self.check_left_out("kd_", "a teacher. Set kd_teacher=MODEL or kd_cache=DIRECTORY")
             return
+        if self.kd_loss != "jsd":
+            self.check_left_out("kd_beta", "the loss that it is for. Set kd_loss='jsd'")
+        if self.kd_cache is None:
+            self.check_left_out("kd_preload", "a cache to read. Set kd_cache=DIRECTORY")
         if self.loss_type != "nll" or self.label_smoothing_factor:
             raise UserError(
                 "Distillation mixes the teacher's loss with plain cross-entropy. Leave loss_type and "

@@ -138,13 +138,14 @@ class TPUTrainerMixin(
                     f"length_buckets={self.args.length_buckets} has no effect with packing=True: all rows are of max_length"
                 )
             return [self.args.max_length]
+        positions = IndexRanges(self.model, labels=False).learned_positions
         return lengths_for(
             self.args,
             self._train_lengths,
             self.train_dataset,
             self.eval_dataset,
             self._train_batch_size,
-            IndexRanges(self.model, labels=False).positions,
+            None if positions is None else positions.size,
         )
 
     def _make_batches_static(self) -> None:

@@ -11,12 +11,13 @@ from huggingface_hub import ModelCard
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer, BitsAndBytesConfig, GenerationConfig
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
 from hf_tpu_ext.backends import select_backend
 from hf_tpu_ext.cli.main import main
 from hf_tpu_ext.examples.tiny import make_arithmetic, make_model
+from hf_tpu_ext.examples.tiny_vision import make_vision_model
 from hf_tpu_ext.export.make import export_run
 from hf_tpu_ext.trainers.checkpoint.base_record import BASE_FILE
 
@@ -118,6 +119,17 @@ def test_families(make_adapter, logits_of, model_type):
     export = export_run(run_dir, merge=True, prompts=["1+1?"])
     torch.testing.assert_close(logits_of(load(export)), trained, atol=1e-4, rtol=0)
     assert export.good
+
+
+def test_a_model_of_images_keeps_its_processor(tmp_path):
+    source = make_vision_model(tmp_path / "run", "gemma3")
+    export = export_run(source, tmp_path / "out", dtype="bfloat16")
+    before, after = (AutoProcessor.from_pretrained(directory) for directory in (source, tmp_path / "out"))
+    assert export.good and type(after) is type(before)
+    assert after.image_processor.to_dict() == before.image_processor.to_dict()
+    (source / "processor_config.json").unlink()
+    export = export_run(source, tmp_path / "text", dtype="bfloat16")
+    assert export.good and not (tmp_path / "text" / "processor_config.json").exists()
 
 
 def test_the_export_stops_where_the_run_has_learnt_to(make_adapter, tmp_path):

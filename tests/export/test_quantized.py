@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_tpu_ext.cli.main import main
 from hf_tpu_ext.examples.tiny import make_model
+from hf_tpu_ext.export.gguf import write_gguf
 from hf_tpu_ext.export.make import export_run
 from hf_tpu_ext.installing import install_command
 from hf_tpu_ext.quantization.fake_quantized import TrainedFor
@@ -231,11 +232,12 @@ def float_gguf(tmp_path):
     """Writes a GGUF file of two matrices of a layer, a norm and the embeddings."""
     gguf = pytest.importorskip("gguf")
 
-    def write(dtype=np.float32):
+    def write(dtype=np.float32, **more):
         rng = np.random.default_rng(0)
         shapes = {"token_embd.weight": (16, 64), "blk.0.attn_q.weight": (64, 64), "blk.0.ffn_down.weight": (64, 128)}
         tensors = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
         tensors["blk.0.attn_norm.weight"] = np.ones(64, np.float32)
+        tensors |= {name: rng.standard_normal(shape).astype(np.float32) for name, shape in more.items()}
         path = tmp_path / "merged.gguf"
         writer = gguf.GGUFWriter(path, "llama")
         writer.add_block_count(1)
@@ -280,6 +282,19 @@ def test_gguf_has_the_integers_of_the_training(float_gguf, lora_run, capsys, dty
     assert found["blk.0.attn_norm.weight"].tensor_type.name == "F32"
     assert reader.get_field("tokenizer.ggml.tokens").contents() == ["a", "b"]
     assert reader.get_field("general.file_type").contents() == {"Q4_0": 2, "Q8_0": 7}[kind]
+
+
+def test_gguf_leaves_a_convolution_as_training_did_and_refuses_experts(float_gguf):
+    from gguf import GGUFReader
+
+    path, _ = float_gguf(**{"blk.0.shortconv.conv.weight": (64, 3)})
+    export = write_gguf(path, TrainedFor("int4"))
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(export.path).tensors}
+    assert export.tensors == 2 and kinds["blk.0.shortconv.conv.weight"] == "F16"
+    experts = {"blk.0.ffn_gate_inp.weight": (4, 64), "blk.0.ffn_up_exps.weight": (4, 64, 64)}
+    path, _ = float_gguf(**experts)
+    with pytest.raises(ValueError, match=r"has experts \(blk.0.ffn_up_exps.weight\), which are no linear layers"):
+        write_gguf(path, TrainedFor("int4"), overwrite=True)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
@@ -312,6 +314,26 @@ def test_a_model_that_takes_no_cache_is_refused(qwen):
         model = WithoutCache(qwen.model.config)
     with pytest.raises(ValueError, match="WithoutCache takes neither `cache` nor `past_key_values`"):
         Generator(model, qwen.backend, GenerationConfig(**GREEDY), [8])
+
+
+def test_tokens_and_positions_outside_of_tables_are_refused_as_by_generate(qwen, xla):
+    """As IndexErrors of eager PyTorch. A program would take the last row of a table."""
+    config = GenerationConfig(**GREEDY)
+    rows = qwen.model.get_input_embeddings().num_embeddings
+    with pytest.raises(IndexError):
+        generate_eagerly(qwen.eager, [[5, rows]], **GREEDY)
+    with pytest.raises(ValueError, match=f"Prompt 1 holds the token id {rows}, .* has {rows} rows"):
+        Generator(qwen.model, xla, config, [8]).generate([[5], [5, rows]])
+    sizes = dict(vocab_size=rows, n_embd=32, n_layer=2, n_head=2, eos_token_id=END)
+    new = GREEDY["max_new_tokens"]
+    eager = GPT2LMHeadModel(GPT2Config(**sizes, n_positions=4 + new)).eval()
+    with pytest.raises(IndexError):
+        generate_eagerly(eager, [[5] * 6], **{**GREEDY, "eos_token_id": None})
+    model = place(copy.deepcopy(eager), xla)
+    generator = Generator(model, xla, config, [8])
+    with pytest.raises(ValueError, match=f"Prompt 1 has 5 tokens, and up to {new} are .* for {4 + new} \\(wpe\\)"):
+        generator.generate([[5], [5] * 5])
+    assert generator.generate([[5] * 4]).token_ids == generate_eagerly(eager, [[5] * 4], **GREEDY)
 
 
 def test_prompts_that_do_not_fit_are_refused(qwen):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from datasets import Dataset
 from test_counts import train_and_count
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -177,6 +178,11 @@ BAD = [
     (dict(kd_teacher="a", kd_top_k=0), "at least 1"),
     (dict(kd_teacher="a", kd_loss="mse"), "forward_kl, reverse_kl, jsd"),
     (dict(kd_teacher="a", kd_beta=1.0), "kd_loss='forward_kl'"),
+    (
+        dict(kd_teacher="a", kd_beta=0.9),
+        "kd_beta=0.9 has no effect without the loss that it is for. Set kd_loss='jsd'",
+    ),
+    (dict(kd_teacher="a", kd_preload=True), "Set kd_cache=DIRECTORY, or leave kd_preload out"),
     (dict(kd_alpha=0.9), "kd_alpha=0.9 has no effect without a teacher"),
     (dict(kd_teacher="a", loss_type="dft"), "loss_type"),
     (dict(kd_teacher="a", label_smoothing_factor=0.1), "label_smoothing_factor"),
@@ -221,6 +227,20 @@ def test_more_tokens_than_the_teacher_has(distil, runs, tmp_path):
     model.save_pretrained(tmp_path / "small")
     with pytest.raises(ValueError, match=f"small' has {vocab_size} tokens"):
         distil("cpu", kd_top_k=vocab_size + 1, kd_teacher=str(tmp_path / "small"))
+
+
+def test_a_token_that_the_teacher_has_no_row_for(distil, runs, tmp_path):
+    """Eager PyTorch has an IndexError. The student has the row."""
+    model = AutoModelForCausalLM.from_pretrained(make_model(tmp_path / "small", num_hidden_layers=1))
+    largest = model.config.vocab_size - 1
+    model.resize_token_embeddings(largest, mean_resizing=False)
+    model.save_pretrained(tmp_path / "small")
+    rows = Dataset.from_list([{"input_ids": [5, 6, largest, 8]}] * 4)
+    message = (
+        f"token id {largest} in `input_ids`, but the teacher's embedding has {largest} rows: .* Set kd_teacher to"
+    )
+    with pytest.raises(ValueError, match=message):
+        distil(kd_teacher=str(tmp_path / "small"), kwargs={"train_dataset": rows})
 
 
 def test_bad_teachers(distil, runs, tmp_path):

@@ -69,6 +69,17 @@ def test_the_cache_stands_for_the_teacher(distil, make_cache, teacher, top_k, te
                 assert mine[key] == pytest.approx(other[key], rel=2e-3), key
 
 
+def test_a_batch_says_how_long_its_rows_are(distil, runs, make_cache):
+    """As without a teacher: noise and rotary embeddings depend on it, and tokens are counted by it."""
+    batches = []
+    for trainer in (distil(kd_cache=make_cache(), train=False), runs.ours(train=False)):
+        rows = [trainer.train_dataset[index] for index in range(2)]
+        batches.append(trainer.data_collator([{key: row[key] for key in ("input_ids", "labels")} for row in rows]))
+    cached, plain = batches
+    assert cached.keys() - plain.keys() == {"teacher_ids", "teacher_log_probs", "teacher_log_tail"}
+    assert vars(cached) == vars(plain) and cached.length < cached["input_ids"].shape[1]
+
+
 def test_xla_is_eager_cpu(distil, make_cache, same_logs):
     config = dict(kd_cache=make_cache(), kd_temperature=2.0, kd_top_k=8, gradient_accumulation_steps=2, lora={})
     same_logs(distil(**config), distil("cpu", **config))
@@ -105,6 +116,11 @@ def test_bad_caches(rows, distil, make_cache, tmp_path):
 
 
 @pytest.mark.ci
+def test_rows_that_are_joined_without_a_device_of_static_shapes(distil, make_cache):
+    with pytest.raises(ValueError, match=r"looked up by the row\. Set padding_free=False"):
+        distil("cpu", kd_cache=make_cache(), padding_free=True)
+
+
 def test_a_cache_of_the_student_itself_and_what_the_start_says(runs, distil, make_cache, capsys):
     made = make_cache(teacher=str(runs.model_dir))
     message = refusal(distil, {"kd_cache": made})

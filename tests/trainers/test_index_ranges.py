@@ -35,6 +35,7 @@ from trl import DPOConfig, GRPOConfig, SFTConfig
 
 from hf_tpu_ext import TPUDPOTrainer, TPUGRPOTrainer, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
 from hf_tpu_ext.data.static_shapes import CollatedBatch
+from hf_tpu_ext.trainers import TPUGRPOConfig
 from hf_tpu_ext.trainers.run.index_ranges import IndexRanges
 
 
@@ -295,5 +296,70 @@ def make_online(cls, config_cls, runs, columns, **settings):
     ids=["sft", "packed", "dpo", "reference", "grpo"],
 )
 def test_every_trainer_refuses(runs, cls, config_cls, columns, settings):
-    with pytest.raises(ValueError, match=r"Row \d of the batch holds the token id \d+ in `\w+_ids`.*has 40 rows"):
+    # Completions are of prompts, which are no batch yet.
+    what = "Prompt 0" if cls is TPUGRPOTrainer else "Row \\d of the batch"
+    where = "" if cls is TPUGRPOTrainer else " in `\\w+_ids`"
+    with pytest.raises(ValueError, match=rf"{what} holds the token id \d+{where}, .*has 40 rows"):
         make_online(cls, config_cls, runs, columns, **settings).train()
+
+
+@pytest.fixture
+def train_gpt2(runs, xla):
+    """Trains GPT-2 by GRPO for a step: its positions are columns, of which it has 20."""
+
+    def train(prompts, reward=lambda completions, **_: [0.0] * len(completions), **settings):
+        sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 20, "vocab_size": len(runs.tokenizer)}
+        args = TPUGRPOConfig(
+            str(runs.output_dir),
+            per_device_train_batch_size=2,
+            num_generations=2,
+            max_steps=1,
+            bf16=False,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            **settings,
+        )
+        TPUGRPOTrainer(
+            GPT2LMHeadModel(GPT2Config(**sizes, eos_token_id=runs.tokenizer.eos_token_id)),
+            reward_funcs=reward,
+            args=args,
+            processing_class=runs.tokenizer,
+            train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
+        ).train()
+
+    return train
+
+
+def test_learned_positions_of_completions(train_gpt2):
+    """Upstream pads prompts to the longest of a batch, XLA to that of all data: columns, and so positions, would be others."""
+    refused(
+        [
+            "GPT2LMHeadModel takes the column of a token for its position (wpe)",
+            "keep to prompts of one length",
+            "use_cpu=True",
+        ],
+        lambda: train_gpt2(["1+2=", "11+2="] * 2, max_completion_length=4),
+    )
+    refused(
+        ["A prompt has up to 4 tokens, and a completion 17", "GPT2LMHeadModel has positions for 20"],
+        lambda: train_gpt2(["1+2="] * 4, max_completion_length=17),
+    )
+    train_gpt2(["1+2="] * 4, max_completion_length=16)
+
+
+def test_positions_of_a_reward_model(runs, train_gpt2):
+    """A row of it may be longer than what it has positions for, in which eager PyTorch has an IndexError."""
+    judge = BertForSequenceClassification(
+        BertConfig(
+            **SIZES | {"vocab_size": len(runs.tokenizer)}, max_position_embeddings=12, num_labels=1, pad_token_id=0
+        )
+    )
+    judge.config._name_or_path = str(runs.model_dir)
+    refused(
+        [
+            "but the reward model has positions for 12 (position_embeddings)",
+            "until a prompt and its completion have 12 tokens",
+        ],
+        lambda: train_gpt2(["1+2="] * 4, reward=judge, max_completion_length=16),
+    )

@@ -40,6 +40,14 @@ OWN = (
         ),
     ),
     *at(
+        lambda place: not place.static_shapes,
+        refusal(
+            "padding_free",
+            "joins the rows of a batch to one, and a teacher's cache (kd_cache) is looked up by the row. Set padding_free=False.",
+            when=lambda value, run: value and run["kd_cache"] is not None,
+        ),
+    ),
+    *at(
         lambda place: place.traces_steps or not place.static_shapes,
         without_effect("compile_step", "it applies to torch_tpu", when=lambda value, run: value in ("step", "layers")),
     ),

@@ -15,6 +15,7 @@ from trl.trainer.utils import is_async_callable
 from ...errors import UserError
 from ...formatting import format_value
 from ..checks.rows import first_that_fails
+from ..run.index_ranges import IndexRanges
 
 
 # Arguments of a reward function that have a value for each row of a batch.
@@ -115,10 +116,18 @@ class RewardsOnDevice(nn.Module):
         self._unregistered_model = (model,)
         self._length, self._score = length, score
         model.eval()
+        self._ranges = IndexRanges(
+            model,
+            labels=False,
+            truncation="lower max_completion_length until a prompt and its completion have {} tokens at most",
+            name="the reward model",
+            more_rows="Pass its own tokenizer: reward_processing_classes=[...]",
+        )
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, **others: Tensor) -> SimpleNamespace:
         (model,) = self._unregistered_model
         batch = {"input_ids": input_ids, "attention_mask": attention_mask, **others}
+        self._ranges.check(batch)
         while self._length < input_ids.shape[1]:
             self._length *= 2
         missing = self._length - input_ids.shape[1]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import ProcessorMixin, Trainer
+from transformers.trainer_utils import unwrap_peft_model
 
 from ...data.buckets import round_up_length, validate_buckets
 from ...errors import UserError
@@ -18,6 +19,7 @@ from ..checks.datasets import known_columns, named_datasets
 from ..checks.messages import ROWS_AT_ONCE
 from ..checks.rows import naming_rows
 from ..checks.upstream import checkpointing_left_on, upstream_behind, upstream_of
+from ..run.index_ranges import IndexRanges
 from ..run.lengths import declare_lengths
 from ..run.text import TextGeneration
 from .checkpoints import OF_PROMPTS, RolloutCheckpoints
@@ -85,7 +87,10 @@ class RolloutMixin(RolloutCheckpoints):
         if streams or (most is not None and vars(self).get("rollout_func") is not None):
             # The prompts are not known, or may become others.
             longest = most
-        if not self.pad_to_multiple_of and all(min(of_rows) == longest for of_rows in lengths.values()):
+        is_one_length = not self.pad_to_multiple_of and all(min(of_rows) == longest for of_rows in lengths.values())
+        # A prompt that is not in the data may be shorter.
+        self._pads_prompts = bool(streams) or vars(self).get("rollout_func") is not None or not is_one_length
+        if is_one_length:
             # Prompts of one length need no pads at all.
             declared_length = longest
         else:
@@ -168,8 +173,29 @@ class RolloutMixin(RolloutCheckpoints):
             f"completion{'s' * (self.num_generations > 1)} of up to {self.max_completion_length} tokens, in "
             f"{self.generation_batches} batch{'es, each' * (self.generation_batches > 1)} trained on {times}"
         )
+        for model in (self.model, *self.other_models()):
+            self._check_positions(model)
         check_generation_config(self.generation_config)
         self._text = TextGeneration(self, self.generation_config, self.lengths)
+
+    def _check_positions(self, model: nn.Module) -> None:
+        """Refuse (`ValueError`) a model with learned positions of which rows of static shape take others than upstream's, or none."""
+        positions, name = IndexRanges(model, labels=False).learned_positions, type(unwrap_peft_model(model)).__name__
+        if positions is None:
+            return
+        prompt, completion = self.lengths[-1], self.max_completion_length
+        if prompt + completion > positions.size:
+            raise UserError(
+                f"A prompt has up to {prompt} tokens, and a completion {completion}, but {name} has positions for {positions.size} "
+                f"({positions.name}) tokens. Set a max_completion_length by which the sum is {positions.size} at most, or leave "
+                "long prompts out of the dataset."
+            )
+        if positions.counts_columns and self._pads_prompts:
+            raise UserError(
+                f"{name} takes the column of a token for its position ({positions.name}), and prompts are padded on the left, on XLA to "
+                f"{' or '.join(map(str, self.lengths))} tokens: the numbers would not be upstream's. Take a model with rotary "
+                "embeddings, keep to prompts of one length, or train on a GPU, or on the CPU with use_cpu=True."
+            )
 
     @property
     def step_lengths(self) -> list[int]:

@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.trainer_utils import unwrap_peft_model
 
 from ...data.static_shapes import CollatedBatch, as_collated
 from ...errors import UserError
-from ...step.running_code import is_known
+from ...step.index_tables import Positions, known_model, learned_positions, modules_beside, token_embedding
 from ..checks.families import classes_for
 
 
@@ -23,8 +22,6 @@ _CLASS_MODELS = classes_for(
     "TOKEN_CLASSIFICATION", "SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION"
 )
 _CHOICE_MODELS = classes_for("MULTIPLE_CHOICE")
-# Names that transformers' models have for a table of learned positions.
-_POSITIONS = ("position_embeddings", "position_embedding", "embed_positions", "wpe")
 # What keys with token ids end in.
 _TOKENS = ("input_ids", "prompt_ids", "completion_ids")
 _MARK = "Mark what the loss is to leave out with -100"
@@ -44,79 +41,60 @@ class Table(NamedTuple):
     ignores: bool = False
 
 
-class Positions(NamedTuple):
-    """A table of learned positions."""
-
-    #: How many tokens of a row have a position.
-    size: int
-    #: The name of the table in the model.
-    name: str
-    #: The token that has no position of its own.
-    padding: int | None
-    #: Whether tokens that are masked have no position of their own.
-    skips_masked: bool
-
-
 class IndexRanges:
     """
     Holds batches on the host against the tables of a model, where these are known: of models of transformers.
 
     `labels` says whether those of a batch are of the model's own loss, and `truncation` is the setting that rows are truncated by,
-    as one types it, with `{}` for the length.
+    as one types it, with `{}` for the length. Messages call the model by its `name`, and say by `more_rows` what to do about a token
+    that it has no row for.
     """
 
-    def __init__(self, model: nn.Module, labels: bool, truncation: str = "max_length={}"):
+    def __init__(
+        self,
+        model: nn.Module,
+        labels: bool,
+        truncation: str = "max_length={}",
+        name: str = "the model",
+        more_rows: str = "Give it a row for each token: model.resize_token_embeddings(len(tokenizer))",
+    ):
+        self._name, self._more_rows = name, more_rows
         self._tables: dict[str, Table] = {}
         self._positions: dict[str, Positions] = {}
         self._truncation = truncation
         # Whether a label is the class of one of several choices, of which each batch has its own number.
         self._counts_choices = False
-        model = unwrap_peft_model(model)
-        if isinstance(model, PreTrainedModel) and is_known(type(model).__module__):
-            self._note_embeddings(model)
-            if labels and "_loss_function" not in vars(model):
-                self._note_labels(model)
+        if (known := known_model(model)) is not None:
+            self._note_embeddings(known)
+            if labels and "_loss_function" not in vars(known):
+                self._note_labels(known)
 
     def _note_embeddings(self, model: PreTrainedModel) -> None:
         sides = {"input_ids": model} if model.main_input_name == "input_ids" else {}
         if model.config.is_encoder_decoder:
             sides = {key: model.get_encoder() for key in sides} | {"decoder_input_ids": model.get_decoder()}
         for key, side in sides.items():
-            tokens = _token_embedding(side)
-            if tokens is None or _has_ids_beyond(model, tokens.num_embeddings):
+            if (tokens := token_embedding(model, side)) is None:
                 continue
             self._tables[key] = Table(
                 tokens.num_embeddings,
                 "the token id",
-                f"the model's embedding has {tokens.num_embeddings} rows",
-                "Give it a row for each token: model.resize_token_embeddings(len(tokenizer))",
+                f"{self._name}'s embedding has {tokens.num_embeddings} rows",
+                self._more_rows,
             )
-            for parent in side.modules():
-                children = dict(parent.named_children())
-                if any(
-                    isinstance(child, nn.Embedding) and child.weight is tokens.weight for child in children.values()
-                ):
-                    self._note_beside(key, children)
+            if (positions := learned_positions(side, tokens)) is not None:
+                self._positions[key] = positions
+            if key == "input_ids":
+                for children in modules_beside(side, tokens):
+                    self._note_token_types(children.get("token_type_embeddings"))
 
-    def _note_beside(self, key: str, children: Mapping[str, nn.Module]) -> None:
-        """Note what is added to the embedding of a token."""
-        for name in _POSITIONS:
-            table = children.get(name)
-            # A table with this method is made anew for longer rows.
-            grows = any("make_weight" in vars(cls) for cls in type(table).__mro__)
-            if isinstance(table, nn.Embedding) and not grows:
-                # RoBERTa's positions come behind that of its padding, those of BART and OPT behind two that are unused.
-                padding = table.padding_idx
-                first = vars(table).get("offset", 0) if padding is None else padding + 1
-                skips_masked = type(table).__name__.startswith("OPT")
-                self._positions[key] = Positions(table.num_embeddings - first, name, padding, skips_masked)
-        types = children.get("token_type_embeddings")
-        if key == "input_ids" and isinstance(types, nn.Embedding):
+    def _note_token_types(self, types: nn.Module | None) -> None:
+        if isinstance(types, nn.Embedding):
             size = types.num_embeddings
             self._tables["token_type_ids"] = Table(
                 size,
                 "the token type",
-                f"the model has {size} (config.type_vocab_size)",
+                f"{self._name} has {size} (config.type_vocab_size)",
                 "Number the parts of a row from 0, or leave token_type_ids out",
             )
 
@@ -141,9 +119,9 @@ class IndexRanges:
             )
 
     @property
-    def positions(self) -> int | None:
-        """How many tokens of a row the model has learned positions for, if it has such a table."""
-        return self._positions["input_ids"].size if "input_ids" in self._positions else None
+    def learned_positions(self) -> Positions | None:
+        """The table of learned positions that the tokens of a row have places in, if the model has one."""
+        return self._positions.get("input_ids")
 
     def check(self, batch: Mapping[str, Any]) -> None:
         """
@@ -174,7 +152,7 @@ class IndexRanges:
     def _check_positions(self, key: str, batch: Mapping[str, Any], counts_columns: bool) -> None:
         positions = self._positions[key]
         if key == "input_ids" and isinstance(batch.get("position_ids"), Tensor):
-            limit = f"the model has {positions.size} ({positions.name})"
+            limit = f"{self._name} has {positions.size} ({positions.name})"
             table = Table(
                 positions.size, "the position", limit, f"Truncate the rows: {self._truncation.format(positions.size)}"
             )
@@ -194,7 +172,7 @@ class IndexRanges:
         most, row = has_position.sum(1).max(0)
         if most > positions.size:
             raise UserError(
-                f"Row {row} of the batch has {most} tokens, but the model has positions for {positions.size} ({positions.name}). "
+                f"Row {row} of the batch has {most} tokens, but {self._name} has positions for {positions.size} ({positions.name}). "
                 f"Truncate the rows: {self._truncation.format(positions.size)}."
             )
 
@@ -213,25 +191,3 @@ def _check_values(key: str, values: Tensor, table: Table) -> None:
             f"Row {place[0]} of the batch holds {table.place} {values[tuple(place)]} in `{key}`, but {table.limit}: 0 to "
             f"{table.size - 1}. {table.fix}."
         )
-
-
-def _token_embedding(model: nn.Module) -> nn.Embedding | None:
-    """The table of token embeddings, where the ids of a batch are places in it."""
-    try:
-        embedding = model.get_input_embeddings()
-    except NotImplementedError:
-        return None
-    if not isinstance(embedding, nn.Module):
-        return None
-    table = next((module for module in embedding.modules() if isinstance(module, nn.Embedding)), None)
-    # A hook or code of the user's may change the ids.
-    is_unknown = table is None or table._forward_pre_hooks or not is_known(type(embedding).__module__)
-    return None if is_unknown else table
-
-
-def _has_ids_beyond(model: PreTrainedModel, size: int) -> bool:
-    """Whether a token that stands for an image or a sound has no row of its own, by the model's config."""
-    ids = (value for key, value in model.config.to_dict().items() if key.endswith(("token_id", "token_index")))
-    return model.config.get_text_config() is not model.config and any(
-        isinstance(value, int) and value >= size for value in ids
-    )

@@ -1,5 +1,6 @@
 """Fine-tuning that also learns from a teacher."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from ...quantization.fake_quantized import without_rounding
 from ...sharding.per_chip import ShardToFull
 from ..checks.datasets import named_datasets
 from ..configs import TPUSFTConfig
+from ..run.index_ranges import IndexRanges
 
 
 #: Names of what is logged on top, each the mean over the tokens of a batch.
@@ -43,6 +45,8 @@ class DistillationMixin:
     """
 
     teacher: Teacher | None = None
+    # The tables of a teacher that runs beside the student.
+    _ranges_of_teacher: IndexRanges | None = None
 
     def _prepare_teacher(self) -> None:
         args = self.args
@@ -67,6 +71,12 @@ class DistillationMixin:
             self.teacher = anchor_teacher
         else:
             self.teacher = OnlineTeacher(self._load_teacher(args.kd_teacher))
+            self._ranges_of_teacher = IndexRanges(
+                self.teacher.model,
+                labels=False,
+                name="the teacher",
+                more_rows="Set kd_teacher to a model of the student's family",
+            )
             self._place_beside(self.teacher.model)
             if self.backend.static_shapes:
                 self.find_lengths_asked_for()
@@ -150,6 +160,11 @@ class DistillationMixin:
     def other_models(self) -> list[torch.nn.Module]:
         models = super().other_models()
         return [*models, self.teacher.model] if isinstance(self.teacher, OnlineTeacher) else models
+
+    def check_ranges(self, batch: Mapping[str, Any]) -> None:
+        super().check_ranges(batch)
+        if self._ranges_of_teacher is not None:
+            self._ranges_of_teacher.check(batch)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self.teacher is None:
