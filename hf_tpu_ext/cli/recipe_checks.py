@@ -5,13 +5,15 @@ directory of a model without its tokenizer, for which upstream makes one without
 """
 
 import difflib
+import glob
 import os
 import re
 import shlex
 import socket
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -230,9 +232,11 @@ def check_paths(recipe: Recipe, reads_data: bool = True) -> None:
     for entry in datasets if isinstance(datasets, list) else [datasets]:
         if isinstance(entry, str):
             values.append(("datasets", entry))
-        # Where an entry names its files, its path is the name of a format.
+        # Where an entry names its files, its path is the name of a format, or of a dataset on the hub that has them.
         elif isinstance(entry, dict) and not {"data_files", "data_dir"} & entry.keys():
             values.append(("datasets", entry.get("path")))
+        elif isinstance(entry, dict) and _is_format(entry.get("path")):
+            _check_data_files(recipe, entry)
     for key, value in values:
         if key == "chat_template_path" and isinstance(value, str) and "{" in value:
             raise UserError(
@@ -241,8 +245,12 @@ def check_paths(recipe: Recipe, reads_data: bool = True) -> None:
             )
         if key in _OF_DATA and isinstance(value, str) and os.path.isfile(value):
             _refuse_file(recipe, key, value)
+        if key in _OF_DATA and _is_format(value):
+            _refuse_format(recipe, key, value)
         if key == "model_name_or_path" and isinstance(value, str) and (reason := why_no_tokenizer(value)) is not None:
             raise NoSuchPath(f"{recipe.where(key)}: {reason}.", is_data=False)
+        if key not in _OF_DATA and key != "chat_template_path" and isinstance(value, str) and os.path.isdir(value):
+            _check_has_model(recipe, key, value)
         if not isinstance(value, str) or "://" in value or os.path.exists(value):
             continue
         what = "a path of datasets" if key == "datasets" else key
@@ -260,6 +268,46 @@ def check_paths(recipe: Recipe, reads_data: bool = True) -> None:
         # gone, datasets would go on with the rows that it has kept.
         if (hint or key in _OF_DATA and "/" not in value) and os.environ.get("RANK", "0") == "0":
             print(f"{message} It is looked for on the hub.{hint}", file=sys.stderr)
+
+
+def _check_has_model(recipe: Recipe, key: str, directory: str) -> None:
+    files = os.listdir(directory)
+    if {"config.json", "adapter_config.json"} & {*files} or any(name.endswith(".gguf") for name in files):
+        return
+    fix = "It has a config.json, or an adapter's adapter_config.json."
+    # A run that was killed has saved no other model.
+    if checkpoints := [name for name in files if re.fullmatch(r"checkpoint-\d+", name)]:
+        newest = max(checkpoints, key=lambda name: int(name.partition("-")[2]))
+        fix = f"Name a checkpoint in it: {key}: {os.path.join(directory, newest)}"
+    raise UserError(f"{recipe.where(key)}: {key} is {directory!r}, a directory without a model. {fix}")
+
+
+def _is_format(name: Any) -> bool:
+    """Whether `load_dataset` takes a name for that of a format of files, such as `json`, whatever else there is by that name."""
+    (datasets,) = find_spec("datasets").submodule_search_locations
+    return isinstance(name, str) and name.isidentifier() and os.path.isdir(f"{datasets}/packaged_modules/{name}")
+
+
+def _refuse_format(recipe: Recipe, key: str, name: str) -> None:
+    what = "a path of datasets" if key == "datasets" else key
+    told = f"{recipe.where(key)}: {what} is {name!r}, which load_dataset takes for the format of all files below {os.getcwd()}."
+    if os.path.isdir(name):
+        raise UserError(f"{told} Write the directory as './{name}'.")
+    raise UserError(f"{told} Name the files:\ndatasets:\n  - path: {name}\n    data_files: FILE")
+
+
+def _check_data_files(recipe: Recipe, entry: Mapping[str, Any]) -> None:
+    """Refuse files of an entry of `datasets` that are not there."""
+    files = entry.get("data_files") or []
+    by_split = files.values() if isinstance(files, dict) else [files]
+    for file in chain.from_iterable([value] if isinstance(value, str) else value for value in by_split):
+        path = os.path.join(entry.get("data_dir") or "", file)
+        if "://" not in path and not glob.glob(path, recursive=True):
+            raise NoSuchPath(
+                f"{recipe.where('datasets')}: data_files has {file!r}, and there is no such file in "
+                f"{os.path.join(os.getcwd(), entry.get('data_dir') or '')}.{hint_at_similar(path)}",
+                is_data=True,
+            )
 
 
 def _is_cached(name: str) -> bool:

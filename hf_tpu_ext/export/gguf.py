@@ -76,8 +76,8 @@ def _write(source: Path, path: Path, name: str, trained_for: TrainedFor) -> GGUF
         ) from error
     if experts := [tensor.name for tensor in reader.tensors if _is_of_layer(tensor) and len(tensor.shape) > 2]:
         raise UserError(
-            f"--gguf {source} has experts ({experts[0]}), which are no linear layers and were not rounded in training. A file with few "
-            "bits for the rest alone is no small model. Leave out --gguf."
+            f"--gguf {source} has experts ({experts[0]}), which are no linear layers and were not rounded in training. A file that rounds the rest "
+            "alone is hardly smaller. Leave out --gguf."
         )
     rounded_tensors = [tensor for tensor in reader.tensors if _is_rounded(tensor, trained_for)]
     wrong = [tensor for tensor in rounded_tensors if tensor.tensor_type != GGMLQuantizationType.F32]

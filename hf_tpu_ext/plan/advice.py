@@ -62,7 +62,7 @@ def advise(plan: Plan, run: Run, is_searched: bool = False) -> list[str]:
         return []
     if plan.fits:
         faster = "--search compiles variants, larger batches among them, and says which are faster."
-        return ([] if is_searched else [faster]) + [HALVES_STATE] * run.trains_in_float32
+        return ([] if is_searched else [faster]) + _advise_bfloat16(plan, run)
     needs = _find_needs(plan)
     state = find_state(plan.programs)
     changes = _changes_of_state(state, plan.topology, run, len(needs))
@@ -96,9 +96,15 @@ def advise_besides(plan: Plan, run: Run) -> list[str]:
     if plan.fits is None:
         return []
     if plan.fits or plan.trials:
-        return [HALVES_STATE] * run.trains_in_float32
+        return _advise_bfloat16(plan, run)
     changes = _changes_of_state(find_state(plan.programs), plan.topology, run)
     return [str(change) for change in changes if not change.setting.startswith("mesh")]
+
+
+def _advise_bfloat16(plan: Plan, run: Run) -> list[str]:
+    """Where a plan leaves room, numbers are not to be less exact for more of it."""
+    is_half_full = (plan.peak_bytes or 0) > plan.topology.chip.memory_bytes / 2
+    return [HALVES_STATE] if run.trains_in_float32 and is_half_full else []
 
 
 def foresee(programs: Sequence[TracedProgram], topology: Topology, run: Run) -> str | None:
@@ -115,7 +121,7 @@ def foresee(programs: Sequence[TracedProgram], topology: Topology, run: Run) -> 
     how_much = f"{100 * kept / limit:.0f} % of the {format_bytes(limit)} of HBM that a chip has"
     return (
         f"Before anything is computed, {parts} take {how_much}, so this will hardly fit. To change it: {fix}. "
-        "It is compiled all the same, to say what is missing."
+        "It is compiled all the same, to say what is missing: Ctrl-C ends that."
     )
 
 

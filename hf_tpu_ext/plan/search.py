@@ -249,7 +249,7 @@ def _advice(trials: list[Trial], settings: Mapping[str, str], varies_rows: bool)
         largest = max(fitting, key=lambda trial: (int(trial.settings[_ROWS]), trial.tokens_per_second))
         best = {"the largest batch that was found to fit": largest, **best}
     same = [trial for trial in fitting if trial.settings[_ROWS] == settings[_ROWS]]
-    if same:
+    if varies_rows and same:
         best["the fastest with the present global batch size"] = max(same, key=lambda trial: trial.tokens_per_second)
     advice = [f"{what}: {_words(trial, settings)}" for what, trial in best.items()]
     without = [

@@ -206,7 +206,10 @@ class TracingMixin(EveryLengthMixin):
     ) -> Any:
         is_step = kind in (OPTIMIZER_STEP, MICRO_STEP)
         if is_step and (execute is None and kind == OPTIMIZER_STEP or self.steps.compiled is None):
-            raise UserError("This recipe cannot be planned: its steps are not replayed, for the reason above.")
+            raise UserError(
+                "This recipe cannot be planned: its steps are not replayed, for the reason above. optim: adamw_torch, and no code of your "
+                "own between the backward pass and the update, make a step one program."
+            )
         roles = self._roles()
         module = self.backend.end_module() if execute is None else execute()
         shape = self.batch_shape if shape is None else shape

@@ -76,6 +76,7 @@ def compare_plans(names: Sequence[str], plans: Sequence[Mapping[str, Any]]) -> R
             **expected_figures(plan),
             "time of the run": format_span(plan["derived"]["run_seconds"], format_seconds),
             "cost of the run": format_span(plan["derived"]["run_dollars"], "${:,.2f}".format),
+            "cost of a million tokens, with padding": _cost_of_tokens(plan),
             **_beside_the_run(plan),
         }
         for plan in plans
@@ -87,6 +88,11 @@ def compare_plans(names: Sequence[str], plans: Sequence[Mapping[str, Any]]) -> R
         _beside("Settings", names, _rows([plan["facts"] for plan in plans])),
     ]
     return Report(f"{len(plans)} plans", ", ".join(names), {}, sections)
+
+
+def _cost_of_tokens(plan: Mapping[str, Any]) -> str:
+    hours, price = plan["derived"]["chip_hours_per_million_tokens"], plan["price"]
+    return "" if hours is None or price is None else f"${hours * price['dollars_per_chip_hour']:.3g}"
 
 
 def _beside_the_run(plan: Mapping[str, Any]) -> dict[str, str]:

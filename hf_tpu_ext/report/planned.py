@@ -15,8 +15,11 @@ from .record import Run
 #: Name of the plan in a run's output directory, as `hf-tpu plan --json OUTPUT_DIR/plan.json` writes it.
 PLAN_NAME = "plan.json"
 _TITLE = "Planned and measured"
-_NEEDED = {"derived", "facts", "programs", "token_share", "topology"}
-_NEEDED_DERIVED = {"fits", "mfu", "parts", "peak_bytes", "run_dollars", "run_seconds", "step", "tokens_per_second"}
+_NEEDED = {"derived", "facts", "parameters", "price", "programs", "token_share", "topology"}
+_NEEDED_DERIVED = {
+    *{"fits", "mfu", "parts", "peak_bytes", "step", "tokens_per_second"},
+    *{"chip_hours_per_million_tokens", "run_dollars", "run_seconds"},
+}
 
 
 def read_plan(path: str | Path) -> dict[str, Any]:
@@ -66,8 +69,8 @@ def compare_with_plan(run: Run, plan: Mapping[str, Any]) -> Section:
         ],
     )
     others = []
-    # Plans of earlier versions have no numbers. Tokens that a run adds make its model a little larger.
-    counts = zip(plan.get("parameters") or (), (model["parameters"], model["trained"]), strict=False)
+    # Tokens that a run adds make its model a little larger.
+    counts = zip(plan["parameters"] or (), (model["parameters"], model["trained"]), strict=False)
     if not all(math.isclose(*pair, rel_tol=0.01) for pair in counts):
         others.append("another model")
     if (chip["title"], chips) != (backend["device"], backend["chips"]):

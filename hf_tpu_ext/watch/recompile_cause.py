@@ -51,7 +51,11 @@ def compare_dependencies(before: Dependencies, after: Dependencies, source: str)
 
 def cause_of(change: str) -> Cause:
     """The cause that a change of what Python may read is."""
-    return Cause(change, "Each value is another graph: set it before training, or change it rarely.")
+    return Cause(
+        change,
+        "It may be a constant of the graph: set it before training, or change it rarely. A number that changes at each step belongs into "
+        "a buffer of the model.",
+    )
 
 
 def _changed_keys(before: Mapping, after: Mapping) -> list[str]:

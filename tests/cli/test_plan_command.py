@@ -86,9 +86,9 @@ def test_fits(plan, prepared):
     # Gradients are added up over the chips once.
     assert [exchange["kind"] for exchange in closing["cost"]["exchanges"]] == ["all-reduce"]
     assert micro["cost"]["exchanges"] == [] or sum(item["num_bytes"] for item in micro["cost"]["exchanges"]) < 1000
-    # What may be changed, besides what a search tries: how the rows are padded, and how many bytes a weight has.
+    # What may be changed, besides what a search tries: how the rows are padded. A chip has room for float32.
     assert "1,792 rows, 107,449 tokens: 6% of the tokens computed are padding" in planned["facts"]["data"]
-    assert any(line.startswith("dtype: bfloat16 halves") for line in planned["advice"])
+    assert not any(line.startswith("dtype: bfloat16") for line in planned["advice"])
     # 1,792 rows, 8 rows a chip, 8 chips, 2 accumulated, 3 epochs.
     assert planned["optimizer_steps"] == 14 * 3
     assert planned["derived"]["run_dollars"][0] > 0

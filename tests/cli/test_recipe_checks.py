@@ -45,7 +45,7 @@ from hf_tpu_ext.errors import UserError
             "{recipe}: dataset_streaming needs max_steps, since the number of rows of a stream is not known. Set it, for example "
             "--max_steps 1000",
         ),
-        ("datasets: [{path: json}]\nstreaming: true\nmax_steps: -1", "{recipe}: streaming needs max_steps"),
+        ("datasets: [{path: trl-lib/tldr}]\nstreaming: true\nmax_steps: -1", "{recipe}: streaming needs max_steps"),
     ],
 )
 def test_is_refused_before_heavy_imports(tmp_path, text, words):
@@ -179,6 +179,7 @@ def test_every_option_of_the_launcher_is_known():
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     (tmp_path / "tiny" / "model").mkdir(parents=True)
+    (tmp_path / "tiny" / "model" / "adapter_config.json").touch()
     (tmp_path / "Qwen").mkdir()
     (tmp_path / "rows.jsonl").write_text("{}")
     monkeypatch.chdir(tmp_path)
@@ -353,3 +354,54 @@ def test_few_bits_without_bitsandbytes(monkeypatch):
     assert message.startswith("recipe.yaml: load_in_4bit needs bitsandbytes, which is not installed: pip install ")
     assert "[qlora]" in message
     check_packages(Recipe(file={"load_in_4bit": "no"}))
+
+
+def test_data_by_the_name_of_a_format(here, monkeypatch):
+    """`load_dataset` takes it for the format, and all files of that kind below the working directory for the data."""
+    from datasets import load_dataset
+
+    for directory, text in (("json", "a"), ("old", "b")):
+        (here / directory).mkdir()
+        (here / directory / "train.jsonl").write_text(f'{{"text": "{text}"}}\n')
+    assert len(load_dataset("json", split="train")) == 2
+
+    def check(**file):
+        check_paths(Recipe(path="recipe.yaml", file=file))
+
+    message = refusal(check, {"dataset_name": "json"})
+    assert "recipe.yaml: dataset_name is 'json', which load_dataset takes for the format" in message
+    path = message.partition("Write the directory as '")[2].partition("'")[0]
+    check(dataset_name=path)
+    assert load_dataset(path, split="train")["text"] == ["a"]
+    assert "Write the directory as './json'" in refusal(check, {"datasets": [{"path": "json"}]})
+    message = refusal(check, {"dataset_name": "csv"})
+    (entry,) = yaml.safe_load(message[message.index("datasets:\n") :])["datasets"]
+    assert entry == {"path": "csv", "data_files": "FILE"}
+
+
+@pytest.mark.parametrize("files", ["row.jsonl", ["rows.jsonl", "row.jsonl"], {"train": "row.jsonl"}], ids=str)
+def test_a_file_of_datasets_that_is_not_there(here, files):
+    def check(**entry):
+        check_paths(Recipe(path="recipe.yaml", file={"datasets": [entry]}))
+
+    message = refusal(check, {"path": "json", "data_files": files})
+    assert "data_files has 'row.jsonl', and there is no such file" in message
+    assert "Did you mean 'rows.jsonl'?" in message
+    for files in ("rows.jsonl", "*.jsonl", "gs://bucket/rows.jsonl"):
+        check(path="json", data_files=files)
+    check(path="owner/of-the-hub", data_files="row.jsonl")
+
+
+def test_a_directory_without_a_model(here):
+    def check(**file):
+        check_paths(Recipe(path="recipe.yaml", file=file))
+
+    (here / "run").mkdir()
+    message = refusal(check, {"model_name_or_path": "run"})
+    assert "recipe.yaml: model_name_or_path is 'run', a directory without a model. It has a config.json" in message
+    for step in (90, 100):
+        (here / "run" / f"checkpoint-{step}").mkdir()
+        (here / "run" / f"checkpoint-{step}" / "adapter_config.json").touch()
+    message = refusal(check, {"kd_teacher": "run"})
+    assert message.endswith("Name a checkpoint in it: kd_teacher: run/checkpoint-100")
+    check(**yaml.safe_load(message.partition("in it: ")[2]))

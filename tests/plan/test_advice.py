@@ -198,11 +198,13 @@ def test_without_numbers_advises_all_that_is_not_set():
 
 
 def test_of_a_plan_that_fits_or_is_not_known():
-    planned = plan(program("training step", {"weights": 2}, 2))
+    planned, roomy = (plan(program("training step", {"weights": weights}, 2)) for weights in (8, 2))
     faster = "--search compiles variants, larger batches among them, and says which are faster."
     assert advise(planned, LORA, is_searched=True) == []
     assert advise(planned, LORA) == [faster] and advise(planned, FULL) == [faster, HALVES_STATE]
     assert advise_besides(planned, LORA) == [] and advise_besides(planned, FULL) == [HALVES_STATE]
+    # Where there is room, numbers stay exact.
+    assert advise(roomy, FULL) == [faster] and advise_besides(roomy, FULL) == []
     unknown = replace(planned, programs=[], unknown=["the TPU compiler is not installed"])
     assert advise(unknown, FULL) == [] and advise_besides(unknown, FULL) == []
 

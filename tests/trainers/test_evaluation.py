@@ -96,6 +96,17 @@ def test_columns_of_a_decoder_are_its_own():
     assert cut[0][0].shape == (2, 8, 3) and cut[0][1].shape == (2, 6, 5) and cut[1].shape == (2, 8)
 
 
+def test_columns_of_spans_are_those_of_the_input():
+    """Start and end, of shape `(rows, length)`, and hidden states beside them."""
+    start, states, labels = torch.zeros(2, 8), torch.zeros(2, 8, 5), (torch.zeros(2), torch.zeros(2))
+    names = ["start_positions", "end_positions"]
+    for length in (6, 7):
+        cut, _ = without_added(
+            (start, start, [states]), labels, {"input_ids": (length, 8)}, names, False, are_spans=True
+        )
+        assert cut[0].shape == cut[1].shape == (2, length) and cut[2][0].shape == (2, length, 5)
+
+
 def test_prediction_is_one_program(runs):
     trainer = runs.ours(
         train=False, kwargs={"compute_metrics": accuracy, "preprocess_logits_for_metrics": most_likely}

@@ -20,6 +20,8 @@ from transformers import (
     BertForTokenClassification,
     GPT2Config,
     GPT2LMHeadModel,
+    LayoutLMConfig,
+    LayoutLMForTokenClassification,
     LlamaConfig,
     LlamaForCausalLM,
     MarianConfig,
@@ -28,8 +30,19 @@ from transformers import (
     OPTForCausalLM,
     RobertaConfig,
     RobertaForMaskedLM,
+    SegformerConfig,
+    SegformerForSemanticSegmentation,
     T5Config,
     T5ForConditionalGeneration,
+    TrOCRConfig,
+    TrOCRForCausalLM,
+    VideoMAEConfig,
+    VideoMAEForVideoClassification,
+    VisionEncoderDecoderModel,
+    ViTConfig,
+    ViTModel,
+    XLMConfig,
+    XLMWithLMHeadModel,
 )
 from trl import DPOConfig, GRPOConfig, SFTConfig
 
@@ -120,6 +133,52 @@ def marked(values, value, row=2, column=3):
     return values
 
 
+def layoutlm():
+    return LayoutLMForTokenClassification(LayoutLMConfig(max_2d_position_embeddings=1001, num_labels=50, **SIZES))
+
+
+def xlm():
+    return XLMWithLMHeadModel(
+        XLMConfig(emb_dim=16, n_layers=1, n_heads=2, vocab_size=50, n_langs=2, use_lang_emb=True)
+    )
+
+
+def trocr():
+    sizes = {**SIZES, "hidden_size": 16}
+    del sizes["vocab_size"]
+    encoder = ViTModel(ViTConfig(image_size=16, patch_size=8, **sizes))
+    decoder = TrOCRForCausalLM(
+        TrOCRConfig(
+            vocab_size=50,
+            d_model=16,
+            decoder_layers=1,
+            decoder_attention_heads=2,
+            decoder_ffn_dim=16,
+            cross_attention_hidden_size=16,
+        )
+    )
+    model = VisionEncoderDecoderModel(encoder=encoder, decoder=decoder)
+    model.config.decoder_start_token_id, model.config.pad_token_id = 1, 0
+    return model
+
+
+def videomae():
+    sizes = {**SIZES, "image_size": 16, "patch_size": 8, "num_frames": 2, "tubelet_size": 1}
+    del sizes["vocab_size"]
+    return VideoMAEForVideoClassification(VideoMAEConfig(num_labels=3, **sizes))
+
+
+def segformer():
+    sizes = {
+        "hidden_sizes": [8, 8, 8, 8],
+        "depths": [1, 1, 1, 1],
+        "decoder_hidden_size": 8,
+        "num_attention_heads": [1, 1, 1, 1],
+    }
+    return SegformerForSemanticSegmentation(SegformerConfig(num_labels=3, **sizes))
+
+
+IMAGES = torch.rand(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.tensor([0, 1, 1, 0])
 CHOICES = {"input_ids": tokens(9).view(4, 3, 3), "attention_mask": torch.ones(4, 3, 3, dtype=torch.int64)}
 # A model, a batch that is in range to the last place, one that is not, and what is said about it.
@@ -148,6 +207,36 @@ CASES = {
         batch_of(labels=CLASSES, token_type_ids=tokens() % 2),
         batch_of(labels=CLASSES, token_type_ids=marked(tokens() % 2, 2)),
         ["Row 2", "token type 2", "`token_type_ids`", "type_vocab_size"],
+    ),
+    "coordinate": (
+        layoutlm,
+        batch_of(labels=tokens(), bbox=torch.full((4, 6, 4), 1000)),
+        batch_of(labels=tokens(), bbox=marked(torch.full((4, 6, 4), 1000), torch.tensor([0, 0, 1500, 1500]))),
+        ["Row 2", "coordinate 1500", "`bbox`", "0 to 1000", "int(1000 * x / width)"],
+    ),
+    "language": (
+        xlm,
+        batch_of(langs=tokens() % 2),
+        batch_of(langs=marked(tokens() % 2, 9)),
+        ["Row 2", "language 9", "`langs`", "n_langs"],
+    ),
+    "label of a decoder beside images": (
+        trocr,
+        {"pixel_values": IMAGES, "labels": marked(tokens(), -100)},
+        {"pixel_values": IMAGES, "labels": marked(tokens(), 50)},
+        ["Row 2", "label 50", "50 rows"],
+    ),
+    "class of a video": (
+        videomae,
+        {"pixel_values": IMAGES[:, None].expand(-1, 2, -1, -1, -1), "labels": torch.tensor([0, 2, 1, 0])},
+        {"pixel_values": IMAGES[:, None].expand(-1, 2, -1, -1, -1), "labels": torch.tensor([0, 2, 3, 0])},
+        ["Row 2", "label 3", "3 classes"],
+    ),
+    "class of a pixel": (
+        segformer,
+        {"pixel_values": IMAGES.repeat(1, 1, 4, 4), "labels": torch.full((4, 64, 64), 255)},
+        {"pixel_values": IMAGES.repeat(1, 1, 4, 4), "labels": torch.full((4, 64, 64), 3)},
+        ["Row 0", "label 3", "3 classes", "with 255"],
     ),
     "position": (
         gpt2,
@@ -184,12 +273,14 @@ def test_what_upstream_refuses_on_the_cpu_is_refused(name):
     model = make()
     ranges = IndexRanges(model, labels=True)
     # In the model's own tables all goes well.
-    assert forward(model, inside).isfinite()
+    loss = forward(model, inside)
+    # Of no pixel with a class there is no mean.
+    assert loss.isfinite() or (inside["labels"] == 255).all()
     ranges.check(inside)
     with pytest.raises((IndexError, RuntimeError)):
         forward(model, outside)
     # What was padded by this package is not looked at.
-    refused(words, lambda: ranges.check(CollatedBatch(outside, outside["input_ids"].shape[1], {}, 4)))
+    refused(words, lambda: ranges.check(CollatedBatch(outside, next(iter(outside.values())).shape[1], {}, 4)))
 
 
 def test_what_a_collator_of_this_package_adds_is_not_looked_at():
@@ -362,4 +453,25 @@ def test_positions_of_a_reward_model(runs, train_gpt2):
             "until a prompt and its completion have 12 tokens",
         ],
         lambda: train_gpt2(["1+2="] * 4, reward=judge, max_completion_length=16),
+    )
+
+
+@pytest.mark.parametrize("labels", [[0, 1, 2, 3], [0, 1, 2, 2]], ids=["outside", "inside"])
+def test_labels_of_a_loss_of_ones_own_get_a_line(xla, tmp_path, caplog, labels):
+    """XLA's cross-entropy leaves such a row out. The loss may take labels for something else, so it trains."""
+
+    def weighted(outputs, labels, num_items_in_batch=None):
+        return nn.functional.cross_entropy(outputs.logits, labels, weight=torch.ones(3, device=labels.device))
+
+    rows = [{"input_ids": [5] * 6, "labels": label} for label in labels]
+    args = TPUTrainingArguments(
+        str(tmp_path), per_device_train_batch_size=4, max_steps=2, report_to="none", run_report=False
+    )
+    model = bert(num_labels=3)
+    TPUTrainer(model, args, train_dataset=Dataset.from_list(rows), compute_loss_func=weighted).train()
+    line = "holds the label 3 in `labels`, but the model has 3 classes: 0 to 2. "
+    assert (
+        caplog.text.count(line)
+        == caplog.text.count("Your own loss may take labels for something else")
+        == (3 in labels)
     )

@@ -320,6 +320,11 @@ def test_columns_that_count_are_told_of_where_they_were_added(xla, tmp_path, cap
         train(TPUTrainer, make_model, rows, tmp_path, kwargs=collate, eval_strategy="no")
         line = "of BertForQuestionAnswering counts every row and column. Upstream's trainer computes the same for data of that"
         assert caplog.text.count(line) == (columns < LENGTH)
+    caplog.clear()
+    args = TrainingArguments(str(tmp_path), per_device_eval_batch_size=BATCH, report_to="none")
+    trainer = TPUTrainer(make_model(), args, data_collator=partial(with_pads, columns=8), eval_dataset=rows)
+    predictions = trainer.predict(rows).predictions
+    assert caplog.text.count(line) == 1 and [logits.shape for logits in predictions] == [(BATCH, 8)] * 2
 
 
 def test_models_that_take_the_mean_over_tokens(trained):

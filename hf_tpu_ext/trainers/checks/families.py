@@ -94,6 +94,11 @@ def class_that_sees_padding(model: nn.Module) -> str | None:
     return name if sees else None
 
 
+def predicts_spans(model: nn.Module) -> bool:
+    """Whether a model predicts places of a row, by a softmax over all of its columns."""
+    return type(unwrap_peft_model(model)).__name__ in _SPAN_MODELS
+
+
 def why_model_counts_tokens(model: nn.Module) -> str | None:
     """Why the loss that a model computes by itself may count tokens that are masked, as a clause."""
     name = type(model).__name__

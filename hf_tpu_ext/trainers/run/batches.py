@@ -25,8 +25,14 @@ from ...data.static_shapes import (
 )
 from ...errors import UserError
 from ...layers.batch_length import BatchLength
+from ...step.running_code import is_known
 from ..checks.datasets import named_datasets
-from ..checks.families import class_that_sees_padding, why_model_counts_tokens, why_targets_count
+from ..checks.families import (
+    class_that_sees_padding,
+    predicts_spans,
+    why_model_counts_tokens,
+    why_targets_count,
+)
 from ..checks.upstream import upstream_of
 from ..configs import PaddedArguments
 from .images import ImagesMixin
@@ -110,6 +116,7 @@ class BatchesMixin(ImagesMixin):
         limit = max(1, len(self.lengths)) * (2 if self.some_without_images else 1)
         # The ranges of the model as it is at the first batch.
         self._ranges: IndexRanges | None = None
+        self._ranges_of_labels: IndexRanges | None = None
         self._rows_of_example.pop(mode, None)
         # Whether code of the user's may look at texts in this pass; asked where a batch has some.
         self._reads_texts: bool | None = None
@@ -156,7 +163,19 @@ class BatchesMixin(ImagesMixin):
             truncates = "max_length" in vars(self.args) and not isinstance(self.args, PaddedArguments)
             truncation = f"{type(self.args).__name__}(max_length={{}})" if truncates else _TRUNCATION
             self._ranges = IndexRanges(self.model, own_loss, truncation)
+            # A loss of the user's may take labels for something else than classes.
+            is_of_user = self.compute_loss_func is not None or not is_known(owner.__module__)
+            self._ranges_of_labels = IndexRanges(self.model, labels=True) if is_of_user else None
         self._ranges.check(batch)
+        if self._ranges_of_labels is not None:
+            try:
+                self._ranges_of_labels.check(batch)
+            except UserError as error:
+                self._ranges_of_labels = None
+                logger.warning(
+                    f"{error} Your own loss may take labels for something else. A cross-entropy of XLA leaves such a label out without a "
+                    "word, where eager PyTorch raises an IndexError."
+                )
 
     @property
     def _owner_of_loss(self) -> type:
@@ -262,7 +281,8 @@ class BatchesMixin(ImagesMixin):
             dim, length = inputs.columns_before.get("input_ids", (1, inputs["input_ids"].shape[1]))
             if length < (columns := batch["input_ids"].shape[dim]):
                 self.by_length.check_columns(length, columns)
-                if self.model.training and "columns" not in self._said and not vars(self.args).get("packing"):
+                counts_all = self.model.training or predicts_spans(self.model)
+                if counts_all and "columns" not in self._said and not vars(self.args).get("packing"):
                     self._say_padded(batch)
         batch = {**batch, **self.data_by_length(inputs)}
         return self._send_rows(batch, rows, numbers, whole=rows <= num_rows and rows % self.backend.num_chips != 0)

@@ -22,6 +22,7 @@ from ...layers.random_numbers import RandomNumbers
 from ...step.metrics import DeviceSums
 from ...step.running_code import is_known
 from ...temporarily import temporarily
+from ..checks.families import predicts_spans
 from .predictions import find_columns, without_added, write_predictions
 from .programs import SentBatch
 from .text import TextGeneration
@@ -200,10 +201,10 @@ class CompiledEvaluation:
         # What upstream would concatenate on the device, a program per number of batches, is put together on the host.
         # There the rows and columns that completed a batch are cut off.
         results, read = self.backend.fetch([prediction.result for prediction in predictions]), []
-        are_text = bool(vars(self.args).get("predict_with_generate"))
+        are_text, are_spans = bool(vars(self.args).get("predict_with_generate")), predicts_spans(self.model)
         for result, of_batch in zip(results, predictions, strict=True):
             loss, logits, labels = (_first_rows(value, of_batch.rows, of_batch.computed_rows) for value in result)
-            on_host = loss, *without_added(logits, labels, of_batch.columns, self.label_names, are_text)
+            on_host = loss, *without_added(logits, labels, of_batch.columns, self.label_names, are_text, are_spans)
             read.append((of_batch.times_counted, on_host))
         return read
 

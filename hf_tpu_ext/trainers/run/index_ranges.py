@@ -19,9 +19,27 @@ from ..checks.families import classes_for
 
 _VOCABULARY_MODELS = classes_for("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")
 _CLASS_MODELS = classes_for(
-    "TOKEN_CLASSIFICATION", "SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION"
+    "TOKEN_CLASSIFICATION",
+    "SEQUENCE_CLASSIFICATION",
+    "IMAGE_CLASSIFICATION",
+    "VIDEO_CLASSIFICATION",
+    "AUDIO_CLASSIFICATION",
+    "SEMANTIC_SEGMENTATION",
 )
 _CHOICE_MODELS = classes_for("MULTIPLE_CHOICE")
+# Tables beside that of tokens: their name in the model, the key of a batch that has places in them, what a place is called, the setting of
+# the model's size, and what to do about a place outside.
+_BESIDE_TOKENS = (
+    (
+        *("token_type_embeddings", "token_type_ids", "the token type", "type_vocab_size"),
+        "Number the parts of a row from 0, or leave token_type_ids out",
+    ),
+    (
+        *("x_position_embeddings", "bbox", "the coordinate", "max_2d_position_embeddings"),
+        "Scale boxes to 0 to 1000, whatever the size of the page: int(1000 * x / width)",
+    ),
+    ("lang_embeddings", "langs", "the language", "n_langs", "Number languages from 0"),
+)
 # What keys with token ids end in.
 _TOKENS = ("input_ids", "prompt_ids", "completion_ids")
 _MARK = "Mark what the loss is to leave out with -100"
@@ -37,8 +55,8 @@ class Table(NamedTuple):
     limit: str
     #: What to do about a place that is not in it.
     fix: str
-    #: Whether the loss leaves places of -100 out.
-    ignores: bool = False
+    #: The place that the loss leaves out.
+    ignored: int | None = None
 
 
 class IndexRanges:
@@ -86,36 +104,36 @@ class IndexRanges:
                 self._positions[key] = positions
             if key == "input_ids":
                 for children in modules_beside(side, tokens):
-                    self._note_token_types(children.get("token_type_embeddings"))
+                    self._note_beside(children)
 
-    def _note_token_types(self, types: nn.Module | None) -> None:
-        if isinstance(types, nn.Embedding):
-            size = types.num_embeddings
-            self._tables["token_type_ids"] = Table(
-                size,
-                "the token type",
-                f"{self._name} has {size} (config.type_vocab_size)",
-                "Number the parts of a row from 0, or leave token_type_ids out",
-            )
+    def _note_beside(self, children: Mapping[str, nn.Module]) -> None:
+        """Note the tables of what else has an embedding for each token."""
+        for name, key, place, setting, fix in _BESIDE_TOKENS:
+            if isinstance(table := children.get(name), nn.Embedding):
+                size = table.num_embeddings
+                self._tables[key] = Table(size, place, f"{self._name} has {size} (config.{setting})", fix)
 
     def _note_labels(self, model: PreTrainedModel) -> None:
         name, config = type(model).__name__, model.config
         self._counts_choices = name in _CHOICE_MODELS
         if name in _VOCABULARY_MODELS:
             size = config.get_text_config(decoder=True).vocab_size
-            table = Table(size, "the label", f"the model's vocabulary has {size} tokens", _MARK, ignores=True)
+            table = Table(size, "the label", f"the model's vocabulary has {size} tokens", _MARK, ignored=-100)
             self._tables |= {"labels": table, "shift_labels": table}
         elif (
             name in _CLASS_MODELS
             and config.num_labels > 1
             and config.problem_type in (None, "single_label_classification")
         ):
+            # Models of images have a number of their own for pixels without a class.
+            ignored = config.to_dict().get("semantic_loss_ignore_index", -100)
+            mark = f"mark what the loss is to leave out with {ignored}"
             self._tables["labels"] = Table(
                 config.num_labels,
                 "the label",
                 f"the model has {config.num_labels} classes",
-                f"Load it with as many classes as there are (num_labels=...), count them from 0, and {_MARK[0].lower()}{_MARK[1:]}",
-                ignores=True,
+                f"Load it with as many classes as there are (num_labels=...), count them from 0, and {mark}",
+                ignored,
             )
 
     @property
@@ -145,7 +163,10 @@ class IndexRanges:
             return self._tables[key]
         if key == "labels" and self._counts_choices and "input_ids" in batch:
             size = batch["input_ids"].shape[1]
-            return Table(size, "the label", f"a row has {size} choices", _MARK, ignores=True)
+            return Table(size, "the label", f"a row has {size} choices", _MARK, ignored=-100)
+        if key == "labels" and "decoder_input_ids" in self._tables and "decoder_input_ids" not in batch:
+            # The decoder takes them for its tokens.
+            return self._tables["decoder_input_ids"]._replace(place="the label", ignored=-100)
         # A batch may have token ids of several sequences, as `chosen_input_ids`, or of a prompt and its completion.
         return self._tables.get("input_ids") if key.endswith(_TOKENS) and key != "decoder_input_ids" else None
 
@@ -183,8 +204,8 @@ def _check_values(key: str, values: Tensor, table: Table) -> None:
     if values.max() < table.size and values.min() >= 0:
         return
     outside = (values >= table.size) | (values < 0)
-    if table.ignores:
-        outside &= values != -100
+    if table.ignored is not None:
+        outside &= values != table.ignored
     if outside.any():
         place = np.argwhere(outside)[0]
         raise UserError(

@@ -37,11 +37,13 @@ def without_added(
     columns: Mapping[str, tuple[int, int]],
     label_names: Sequence[str],
     are_text: bool,
+    are_spans: bool = False,
 ) -> tuple[Any, Any]:
     """
     Predictions and labels of a batch, as upstream's `prediction_step` returns them, without the columns that were added, see
     [`find_columns`]. Values with a column less than the batch, such as those that are shifted, lose as many. Predictions that
-    `are_text` have columns of their own, and `Seq2SeqTrainer` gives labels at least as many.
+    `are_text` have columns of their own, and `Seq2SeqTrainer` gives labels at least as many. Predictions that `are_spans` are logits of
+    the columns of a row, of shape `(rows, length)`.
     """
     if all(before == after for before, after in columns.values()):
         return predictions, labels
@@ -54,6 +56,8 @@ def without_added(
     else:
         # DPO and KTO, whose batches have no labels, give `input_ids` as such.
         labels = _cut(labels, of_labels or columns.get("input_ids"))
+    if are_spans:
+        return _cut_states(predictions, columns, least_dims=2), labels
     if isinstance(predictions, (list, tuple)):
         first = (_cut_logits(value, of_labels, columns) for value in predictions[:1])
         others = (_cut_states(value, columns) for value in predictions[1:])
@@ -66,11 +70,11 @@ def _cut_logits(value: Any, of_labels: tuple[int, int] | None, columns: Mapping[
     return _cut(value, of_labels) if _has_columns(value, of_labels) else _cut_states(value, columns)
 
 
-def _cut_states(value: Any, columns: Mapping[str, tuple[int, int]]) -> Any:
+def _cut_states(value: Any, columns: Mapping[str, tuple[int, int]], least_dims: int = 3) -> Any:
     """A value for each token of the input, such as hidden states, or several of them. Classes of a row may be as many."""
     if isinstance(value, (list, tuple)):
-        return type(value)(_cut_states(part, columns) for part in value)
-    is_of_tokens = isinstance(value, torch.Tensor) and value.ndim > 2
+        return type(value)(_cut_states(part, columns, least_dims) for part in value)
+    is_of_tokens = isinstance(value, torch.Tensor) and value.ndim >= least_dims
     return _cut(value, columns.get("input_ids")) if is_of_tokens else value
 
 
