@@ -53,6 +53,8 @@ LEAVE_OUT = "eave it out"
             dict(kd_beta=0.0, kd_loss="jsd", kd_teacher="teacher"),
             ["for example kd_beta=0.5", "leave kd_beta out and set kd_loss='forward_kl' or kd_loss='reverse_kl'"],
         ),
+        (dict(kd_beta=0.3, kd_teacher="teacher"), ["Set kd_loss='jsd'", "leave kd_beta out"]),
+        (dict(kd_preload=True, kd_teacher="teacher"), ["Set kd_cache=DIRECTORY", "leave kd_preload out"]),
         (dict(kd_teacher="teacher", loss_type="dft"), ["Leave loss_type and label_smoothing_factor out"]),
         (dict(kd_teacher="teacher", label_smoothing_factor=0.1), ["Leave loss_type and label_smoothing_factor out"]),
         (dict(qat_weight_dtype="int9"), ["Allowed: int2, int3, int4, int5, int6, int7, int8"]),
@@ -78,7 +80,7 @@ def test_config(runs, settings, fixes):
 
 
 OF_A_TEACHER = {
-    **dict(kd_alpha=0.7, kd_temperature=2.0, kd_top_k=8, kd_loss="jsd", kd_beta=0.3, kd_preload=True),
+    **dict(kd_alpha=0.7, kd_temperature=2.0, kd_top_k=8, kd_loss="jsd"),
 }
 OF_ROUNDING = dict(
     qat_group_size=64,

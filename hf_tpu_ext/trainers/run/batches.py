@@ -115,7 +115,7 @@ class BatchesMixin(ImagesMixin):
         """Begin a pass over data for `"train"` or `"eval"`, whose last batch may have fewer rows."""
         limit = max(1, len(self.lengths)) * (2 if self.some_without_images else 1)
         # The ranges of the model as it is at the first batch.
-        self._ranges: IndexRanges | None = None
+        self._ranges: list[IndexRanges] = []
         self._ranges_of_labels: IndexRanges | None = None
         self._rows_of_example.pop(mode, None)
         # Whether code of the user's may look at texts in this pass; asked where a batch has some.
@@ -157,16 +157,17 @@ class BatchesMixin(ImagesMixin):
 
     def check_ranges(self, batch: Mapping[str, Any]) -> None:
         """Refuse (`ValueError`) a batch on the host with token ids, positions or labels that the model has no place for."""
-        if self._ranges is None:
+        if not self._ranges:
             owner = self._owner_of_loss
             own_loss = self.compute_loss_func is None and owner.__module__ in _LOSSES_BY_LABELS
             truncates = "max_length" in vars(self.args) and not isinstance(self.args, PaddedArguments)
             truncation = f"{type(self.args).__name__}(max_length={{}})" if truncates else _TRUNCATION
-            self._ranges = IndexRanges(self.model, own_loss, truncation)
+            self._ranges = [IndexRanges(self.model, own_loss, truncation), *self._more_ranges()]
             # A loss of the user's may take labels for something else than classes.
             is_of_user = self.compute_loss_func is not None or not is_known(owner.__module__)
             self._ranges_of_labels = IndexRanges(self.model, labels=True) if is_of_user else None
-        self._ranges.check(batch)
+        for ranges in self._ranges:
+            ranges.check(batch)
         if self._ranges_of_labels is not None:
             try:
                 self._ranges_of_labels.check(batch)
@@ -176,6 +177,10 @@ class BatchesMixin(ImagesMixin):
                     f"{error} Your own loss may take labels for something else. A cross-entropy of XLA leaves such a label out without a "
                     "word, where eager PyTorch raises an IndexError."
                 )
+
+    def _more_ranges(self) -> list[IndexRanges]:
+        """What else a batch is held against."""
+        return []
 
     @property
     def _owner_of_loss(self) -> type:

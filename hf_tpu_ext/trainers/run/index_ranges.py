@@ -27,19 +27,23 @@ _CLASS_MODELS = classes_for(
     "SEMANTIC_SEGMENTATION",
 )
 _CHOICE_MODELS = classes_for("MULTIPLE_CHOICE")
-# Tables beside that of tokens: their name in the model, the key of a batch that has places in them, what a place is called, the setting of
-# the model's size, and what to do about a place outside.
-_BESIDE_TOKENS = (
-    (
-        *("token_type_embeddings", "token_type_ids", "the token type", "type_vocab_size"),
+# Tables beside that of tokens, by their name in the model: the key of a batch that has places in one, what such a place is called, the
+# setting of the table's size, and what to do about a place outside.
+_BESIDE_TOKENS = {
+    "token_type_embeddings": (
+        "token_type_ids",
+        "the token type",
+        "type_vocab_size",
         "Number the parts of a row from 0, or leave token_type_ids out",
     ),
-    (
-        *("x_position_embeddings", "bbox", "the coordinate", "max_2d_position_embeddings"),
+    "x_position_embeddings": (
+        "bbox",
+        "the coordinate",
+        "max_2d_position_embeddings",
         "Scale boxes to 0 to 1000, whatever the size of the page: int(1000 * x / width)",
     ),
-    ("lang_embeddings", "langs", "the language", "n_langs", "Number languages from 0"),
-)
+    "lang_embeddings": ("langs", "the language", "n_langs", "Number languages from 0"),
+}
 # What keys with token ids end in.
 _TOKENS = ("input_ids", "prompt_ids", "completion_ids")
 _MARK = "Mark what the loss is to leave out with -100"
@@ -108,7 +112,7 @@ class IndexRanges:
 
     def _note_beside(self, children: Mapping[str, nn.Module]) -> None:
         """Note the tables of what else has an embedding for each token."""
-        for name, key, place, setting, fix in _BESIDE_TOKENS:
+        for name, (key, place, setting, fix) in _BESIDE_TOKENS.items():
             if isinstance(table := children.get(name), nn.Embedding):
                 size = table.num_embeddings
                 self._tables[key] = Table(size, place, f"{self._name} has {size} (config.{setting})", fix)

@@ -1,6 +1,5 @@
 """Fine-tuning that also learns from a teacher."""
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -45,8 +44,6 @@ class DistillationMixin:
     """
 
     teacher: Teacher | None = None
-    # The tables of a teacher that runs beside the student.
-    _ranges_of_teacher: IndexRanges | None = None
 
     def _prepare_teacher(self) -> None:
         args = self.args
@@ -71,12 +68,6 @@ class DistillationMixin:
             self.teacher = anchor_teacher
         else:
             self.teacher = OnlineTeacher(self._load_teacher(args.kd_teacher))
-            self._ranges_of_teacher = IndexRanges(
-                self.teacher.model,
-                labels=False,
-                name="the teacher",
-                more_rows="Set kd_teacher to a model of the student's family",
-            )
             self._place_beside(self.teacher.model)
             if self.backend.static_shapes:
                 self.find_lengths_asked_for()
@@ -157,14 +148,15 @@ class DistillationMixin:
     def _runs_other_passes(self) -> bool:
         return distills(self.args) and self.args.kd_cache is None
 
+    def _more_ranges(self) -> list[IndexRanges]:
+        if not isinstance(self.teacher, OnlineTeacher):
+            return []
+        fix = "Set kd_teacher to a model of the student's family"
+        return [IndexRanges(self.teacher.model, labels=False, name="the teacher", more_rows=fix)]
+
     def other_models(self) -> list[torch.nn.Module]:
         models = super().other_models()
         return [*models, self.teacher.model] if isinstance(self.teacher, OnlineTeacher) else models
-
-    def check_ranges(self, batch: Mapping[str, Any]) -> None:
-        super().check_ranges(batch)
-        if self._ranges_of_teacher is not None:
-            self._ranges_of_teacher.check(batch)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self.teacher is None:
