@@ -302,7 +302,7 @@ def _check_data_files(recipe: Recipe, entry: Mapping[str, Any]) -> None:
     by_split = files.values() if isinstance(files, dict) else [files]
     for file in chain.from_iterable([value] if isinstance(value, str) else value for value in by_split):
         path = os.path.join(entry.get("data_dir") or "", file)
-        if "://" not in path and not glob.glob(path, recursive=True):
+        if "://" not in path and not glob.glob(os.path.expanduser(path), recursive=True):
             raise NoSuchPath(
                 f"{recipe.where('datasets')}: data_files has {file!r}, and there is no such file in "
                 f"{os.path.join(os.getcwd(), entry.get('data_dir') or '')}.{hint_at_similar(path)}",
