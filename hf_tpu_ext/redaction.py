@@ -8,12 +8,13 @@ from typing import Any
 # Names of settings whose text is a secret. Names of a tokenizer's tokens end as those of access tokens do.
 _SECRET = re.compile(
     r"(?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)token$|password|passwd|secret|credential|authorization"
-    r"|cookie|(api|access|account|private|signing|encryption)_?key|connection_?string",
+    r"|cookie|(api|access|account|private|signing|encryption|wandb)_?key|connection_?string",
     re.IGNORECASE,
 )
 # The credentials in `https://user:password@host`, and tokens that say themselves what they are.
 _IN_TEXT = re.compile(
-    r"(?<=://)[^/?#\s]+(?=@)|\bhf_[A-Za-z0-9]{20,}\b|\bsk-[A-Za-z0-9_-]{20,}|\bgh[pousr]_[A-Za-z0-9]{20,}|\bBearer \S+"
+    r"(?<=://)[^/?#\s]+(?=@)|\bhf_[A-Za-z0-9]{20,}\b|\bsk-[A-Za-z0-9_-]{20,}|\bgh[pousr]_[A-Za-z0-9]{20,}"
+    r"|\bgithub_pat_\w{20,}|\bglpat-[\w-]{20,}|\bBearer \S+"
 )
 
 # What is in the query of a URL, by its name there: keys, and the signatures of signed URLs.

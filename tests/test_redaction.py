@@ -25,7 +25,13 @@ def test_secrets_are_found_by_their_names_however_deep():
     assert redact({"dataset": "postgres://me:pa@ss@host/db"})["dataset"] == "postgres://<REDACTED>@host/db"
 
 
-@pytest.mark.parametrize("token", ["hf_" + "aB3" * 10, "sk-" + "a" * 30, "ghp_" + "0a" * 15, "Bearer abc.def"])
+@pytest.mark.parametrize(
+    "token",
+    [
+        *("hf_" + "aB3" * 10, "sk-" + "a" * 30, "ghp_" + "0a" * 15, "Bearer abc.def"),
+        *("github_pat_" + "0a_" * 15, "glpat-" + "0a" * 10),
+    ],
+)
 def test_tokens_that_say_what_they_are_are_found_in_any_text(token):
     assert token not in redact({"note": f"with {token}"})["note"]
 

@@ -1,5 +1,6 @@
 """Writes down what a run does while it does it, and has its report made at the end."""
 
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -58,6 +59,8 @@ class RunRecord(TrainerCallback):
         self._status = status
         self._programs = programs
         self._spent, self._why_traced, self._syncs, self._signal = spent, why_traced, syncs, signal
+        #: Where the record of the next run goes: the directory of its checkpoints.
+        self.directory = ""
         self._programs_written: list[ProgramEvent] = []
         self._samples: Sequence[Mapping[str, str]] = ()
         self._writer: RecordWriter | None = None
@@ -84,7 +87,7 @@ class RunRecord(TrainerCallback):
         if not state.is_world_process_zero:
             return
         try:
-            self._writer = RecordWriter(args.output_dir, anew=state.global_step == 0)
+            self._writer = RecordWriter(self.directory, anew=state.global_step == 0)
         except OSError as error:
             self._give_up(error)
         self._write(
@@ -140,11 +143,11 @@ class RunRecord(TrainerCallback):
             "batches": [[shape, list(count)] for shape, count in self._status.batches.items()],
         }
 
-    def note_error(self, error: BaseException, step: int, output_dir: str) -> None:
+    def note_error(self, error: BaseException, step: int) -> None:
         """Keep what ended the run after so many optimizer steps, and make its report."""
         self._write_programs(step)
         self._write("error", step=step, error=f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS])
-        self._end(output_dir)
+        self._end()
 
     def keep_samples(self, rows: Sequence[Mapping[str, str]]) -> None:
         """Keep prompts with their answers, for the report: those of before training for when the record begins."""
@@ -163,9 +166,9 @@ class RunRecord(TrainerCallback):
             stopped = {"stopped_by": self._signal() or "a callback (early stopping is one)"}
         cache = cache and asdict(cache)
         self._write("end", step=state.global_step, cache=cache, **best, **stopped, **self._totals())
-        self._end(args.output_dir)
+        self._end()
 
-    def _end(self, output_dir: str) -> None:
+    def _end(self) -> None:
         """Make the report of the record."""
         if self._writer is None:
             return
@@ -173,10 +176,14 @@ class RunRecord(TrainerCallback):
         from ..report.make import describe_ended_run
 
         try:
-            text = describe_ended_run(output_dir)
-        except (ValueError, OSError, ImportError) as error:
-            # The trained model is not lost for a page about it.
-            logger.warning(f"There is no report of this run: {error} To make it: hf-tpu report {output_dir}")
+            text = describe_ended_run(self.directory)
+        except Exception as error:
+            # The trained model is not lost for a page about it, nor the error that has ended a run.
+            is_told = isinstance(error, ValueError | OSError | ImportError)
+            logger.warning(
+                f"There is no report of this run: {error} To make it: hf-tpu report {shlex.quote(self.directory)}",
+                exc_info=None if is_told else error,
+            )
             return
         # Nobody may be reading, which has ended the run then.
         with suppress(BrokenPipeError):

@@ -150,10 +150,15 @@ def _load(kd_teacher, training_args, model_args, compute_dtype):
         model_args.model_name_or_path, revision=model_args.model_revision, trust_remote_code=trust
     )
     tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
-    check_vocabulary(AutoTokenizer.from_pretrained(kd_teacher, trust_remote_code=trust), tokenizer, kd_teacher)
+    # The student's own start is the revision that it starts from.
+    revision = model_args.model_revision if kd_teacher == model_args.model_name_or_path else None
+    check_vocabulary(
+        AutoTokenizer.from_pretrained(kd_teacher, revision=revision, trust_remote_code=trust), tokenizer, kd_teacher
+    )
     # In half precision, weights are loaded as they are stored: the model computes in it anyway, and they are half as large.
     model = AutoModelForCausalLM.from_pretrained(
         kd_teacher,
+        revision=revision,
         dtype=torch.float32 if compute_dtype is None else "auto",
         attn_implementation=model_args.attn_implementation,
         trust_remote_code=trust,

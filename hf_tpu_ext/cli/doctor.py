@@ -12,8 +12,8 @@ from .json_output import json_output
 DESCRIPTION = """\
 Check this machine: packages and their versions, the accelerator and the process that uses it, and the compilation cache.
 Then train a tiny model for some seconds, in a process of its own, and compare it with eager PyTorch. With --full, train with
-every mechanism of a run instead, each beside eager PyTorch: at most ten minutes. Nothing is changed, and nothing is
-downloaded.
+every mechanism of a run instead, each beside eager PyTorch: at most ten minutes. Nothing is downloaded. As for every
+run on a TPU, transparent hugepages are switched on where this process may.
 
   ✓ as it should be    ✗ failed, with what to do    – nothing to look at
 

@@ -78,6 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValueError, ImportError) as error:
         if os.environ.get("HF_TPU_EXT_TRACEBACK") == "1" or not _is_for_users(error, argv):
             raise
+        _note_error(error)
         if LAUNCHER_TELLS in os.environ and "TORCHELASTIC_ERROR_FILE" in os.environ:
             # Other processes find the same mistake. The one that has started them tells it once.
             from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
@@ -112,6 +113,7 @@ def command() -> int:
         with temporarily(logger, handlers=[logging.StreamHandler()], propagate=False), logging_redirect_tqdm([logger]):
             return main()
     except Exception as error:
+        _note_error(error)
         unread = list(filter(_is_unread, (1, 2))) if isinstance(error, BrokenPipeError) else []
         if not unread:
             traceback.print_exc()
@@ -120,6 +122,11 @@ def command() -> int:
         for number in unread:
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
         return 128 + signal.SIGPIPE
+
+
+def _note_error(error: Exception) -> None:
+    """Note what ends this process, as the interpreter does of an error that nobody handles: it is told to the other hosts of a slice."""
+    sys.last_value = error
 
 
 def _is_unread(number: int) -> bool:

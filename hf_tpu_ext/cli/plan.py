@@ -57,6 +57,7 @@ _OF_THE_DATA = (
     "dataset_config",
     "dataset_streaming",
     "streaming",
+    "test_split_size",
     "dataset_text_field",
     "formatting_func",
 )

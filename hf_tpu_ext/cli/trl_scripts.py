@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import shlex
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -84,11 +85,11 @@ class TRLScript:
             print(
                 "With the quantization_config of the run: without it, its base is not the rounded one that it was trained on"
             )
-        merge = " --merge" if model_args.use_peft else ""
+        merge, run = " --merge" if model_args.use_peft else "", shlex.quote(training_args.output_dir)
         if vars(training_args).get("qat_weight_dtype") is not None:
-            print(f"It is not rounded there. Round it: hf-tpu export {training_args.output_dir}{merge} --quantize")
+            print(f"It is not rounded there. Round it: hf-tpu export {run}{merge} --quantize")
         elif merge and not sees:
-            print(f"One plain model of adapter and base: hf-tpu export {training_args.output_dir}{merge}")
+            print(f"One plain model of adapter and base: hf-tpu export {run}{merge}")
         return 0
 
     def parser(self, title: str | None = None, description: str | None = None) -> RecipeParser:

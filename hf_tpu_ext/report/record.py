@@ -18,6 +18,8 @@ from ..redaction import redact
 RECORD_NAME = "run.jsonl"
 #: What is written of one run into its output directory: the record, and the report on it.
 RUN_FILES = (RECORD_NAME, "report.html", "report.md")
+#: The directory in it that TRL writes completions to, with `log_completions`.
+COMPLETIONS = "completions"
 #: How many completions of a step a report shows.
 SAMPLES = 4
 # What is known of every run when it begins.
@@ -32,6 +34,8 @@ class RecordWriter:
 
     def __init__(self, output_dir: str | Path, anew: bool):
         self._path = Path(output_dir, RECORD_NAME)
+        # That of a trial of a search may not be there.
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         if anew:
             write_atomically(self._path, b"")
         # A run that was killed may have left half a line.
@@ -194,7 +198,7 @@ def read_run(directory: str | Path) -> Run:
             run.unreadable += 1
     if not run.sessions:
         raise UserError(f"{path} is damaged: it has no line about the start of the run. Train again to have a report.")
-    run.samples = run.samples or _read_completions(Path(directory, "completions"), run.steps)
+    run.samples = run.samples or _read_completions(Path(directory, COMPLETIONS), run.steps)
     for totals in [session.totals for session in run.sessions if session.totals]:
         run.phases.update(totals["phases"])
         for phase, classes in totals["step_times"].items():
@@ -219,10 +223,11 @@ def _read_completions(directory: Path, steps: int) -> list[dict[str, Any]]:
 
 
 def _text_of(value: Any) -> Any:
-    """The text of messages; what is none, as it is."""
-    if not isinstance(value, list):
-        return value
-    return "\n".join(f"{message['role']}: {message['content']}" for message in value)
+    """The text of messages; what is none, as it is: a reward function may log values of any kind."""
+    is_messages = isinstance(value, list) and all(
+        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in value
+    )
+    return "\n".join(f"{message['role']}: {message['content']}" for message in value) if is_messages else value
 
 
 def points(logs: Sequence[Mapping[str, Any]], key: str, over: str = "step") -> list[tuple[float, float]]:

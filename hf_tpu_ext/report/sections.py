@@ -1,6 +1,7 @@
 """What the report of a run says."""
 
 import math
+import shlex
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
@@ -20,7 +21,7 @@ _NAMES = [*(name for _, labels in GROUPS for name in labels), *MORE_NAMES]
 
 def describe_run(run: Run, prices: Mapping[str, Price], plan_section: Section | None = None) -> Report:
     """Put together what is known of a run, with prices by kind of chip, and what was planned beside what was measured."""
-    how_to_draw = [] if can_draw() else [f"{HOW_TO_DRAW}: hf-tpu report {run.name}"]
+    how_to_draw = [] if can_draw() else [f"{HOW_TO_DRAW}: hf-tpu report {shlex.quote(run.name)}"]
     sections = [
         Section("Notes", [*how_to_draw, *notes_on(run)]),
         _parts(run),
@@ -248,7 +249,10 @@ def _speed(run: Run) -> Section:
     if can_draw():
         section.figures.append(draw_shares({"": phases}))
         if per_step:
-            section.figures += [draw_mean_step(per_step), draw_step_times(run.step_times["total"])]
+            section.figures.append(draw_mean_step(per_step))
+        # Of a run that ended early, no step may have been timed.
+        if run.step_times.get("total"):
+            section.figures.append(draw_step_times(run.step_times["total"]))
         rates = {
             "tokens": points(run.logs, "tokens_per_second"),
             "with padding": points(run.logs, "padded_tokens_per_second"),
@@ -358,7 +362,7 @@ def _cost(run: Run, prices: Mapping[str, Price]) -> Section:
     if (cost := _price(run, prices)) is None:
         section.lines.append(
             f"No price of {run.begin['backend']['device']} is known, so there is no cost. Prices of your own: hf-tpu report "
-            f"{run.name} --prices FILE."
+            f"{shlex.quote(run.name)} --prices FILE."
         )
     else:
         price, dollars = cost

@@ -200,11 +200,13 @@ class TPUTrainerMixin(
             self.agreement.check_beginning(named_datasets(vars(self)))
             record = self.run_record
             self._aside = None
+            run_dir = self._get_output_dir(trial)
+            if record is not None:
+                record.directory = run_dir
             if self.args.should_save:
                 took_newest = checkpoint is not None and resume_from_checkpoint is True
                 models = map(unwrap_peft_model, (self.model, *self.other_models()))
                 names = [model.name_or_path for model in models if isinstance(model, PreTrainedModel)]
-                run_dir = self._get_output_dir(trial)
                 self._set_aside = partial(set_aside, run_dir, checkpoint, record is not None, took_newest, names)
             with (
                 self.backend.processes.together("training"),
@@ -220,7 +222,7 @@ class TPUTrainerMixin(
                     return super().train(checkpoint, trial, ignore_keys_for_eval)
                 except Exception as error:
                     if record is not None:
-                        record.note_error(error, self.state.global_step, self.args.output_dir)
+                        record.note_error(error, self.state.global_step)
                     raise
                 finally:
                     self._rows_tried = None

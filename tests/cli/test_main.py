@@ -135,6 +135,8 @@ def test_a_bug_has_an_exit_status_of_its_own(monkeypatch, capsys):
     monkeypatch.setitem(cli._TRAINING, "sft", in_our_code("raise RuntimeError('a bug')"))
     monkeypatch.setattr(sys, "argv", ["hf-tpu", "sft"])
     assert cli.command() == 70
+    # What the other hosts of a slice are told.
+    assert isinstance(sys.last_value, RuntimeError)
     assert "RuntimeError: a bug" in capsys.readouterr().err
 
 

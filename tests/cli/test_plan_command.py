@@ -183,6 +183,12 @@ def test_synthetic_rows_of_a_loss_on_answers(tmp_path, setting):
     check_dataset(rows, "train_dataset", args, has_formatting_func=False)
 
 
+def test_synthetic_rows_take_the_place_of_a_mixture(tmp_path):
+    mixture = {"datasets": [{"path": "json", "data_files": "chats.jsonl"}], "test_split_size": 0.1}
+    recipe = _with_synthetic_rows(Recipe(file=mixture), "sft", tmp_path, [4])
+    assert recipe.get("dataset_name") == str(tmp_path) and not mixture.keys() & recipe.file.keys()
+
+
 @pytest.mark.slow
 def test_does_not_fit(plan):
     status, page, planned = plan("--seq_lengths", "64", "--topology", "v5e-1", model="large")

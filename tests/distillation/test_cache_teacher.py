@@ -6,6 +6,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 from hf_tpu_ext.backends.processes import ALONE
+from hf_tpu_ext.cli import cache_teacher
 from hf_tpu_ext.cli.main import main
 from hf_tpu_ext.distillation.cache import TeacherCache
 from hf_tpu_ext.examples.jsonl import write_splits
@@ -136,6 +139,22 @@ def test_defaults(xla, tiny, recipe, tmp_path, capsys):
     assert not (tmp_path / "cache").exists()
 
 
+def test_the_students_own_start_is_its_revision(tiny, monkeypatch):
+    model, noted = str(tiny / "model"), []
+
+    def note(load, name, revision=None, **kwargs):
+        noted.append((name, revision))
+        return load(name, **kwargs)
+
+    for loader in (AutoModelForCausalLM, AutoTokenizer):
+        monkeypatch.setattr(loader, "from_pretrained", partial(note, loader.from_pretrained))
+    model_args = SimpleNamespace(model_name_or_path=model, model_revision="step-1000", attn_implementation=None)
+    for teacher in (model, str(tiny / "teacher")):
+        cache_teacher._load(teacher, SimpleNamespace(trust_remote_code=False), model_args, None)
+    revisions = {(name, revision) for name, revision in noted}
+    assert revisions == {(model, "step-1000"), (str(tiny / "teacher"), None)}
+
+
 def test_smoke(xla, tiny, recipe, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     path = recipe(model_name_or_path="Qwen/Qwen3-0.6B", dataset_name="trl-lib/Capybara", kd_cache="caches/real")
@@ -167,7 +186,7 @@ def test_rows_that_are_held_out_are_those_of_training(xla, tiny, recipe, capsys)
         ({"eval_packing": True}, [], "eval_packing=True joins sequences to rows"),
         ({"dataset_streaming": True}, [], "dataset_streaming=True does not work with a cache"),
         (
-            {"dataset_name": None, "datasets": [{"path": "json"}], "streaming": True},
+            {"dataset_name": None, "datasets": [{"path": "trl-lib/tldr"}], "streaming": True},
             [],
             "streaming=True does not work with a cache, which needs to know all sequences before the first. Set streaming=False.",
         ),

@@ -375,14 +375,15 @@ def test_completions_are_shown(write_run, tmp_path):
     (run / "completions").mkdir()
     for step in (5, 10, 40, 80):
         messages = [[{"role": "user", "content": "3+4="}], [{"role": "assistant", "content": f"{step}"}]]
-        table = {"step": step, "prompt": messages[0], "completion": messages[1], "is_right": 0.0}
+        table = {"step": step, "prompt": messages[0], "completion": messages[1], "is_right": 0.0, "words": [1, 2]}
         pyarrow.parquet.write_table(
             pyarrow.Table.from_pylist([table] * 9), run / "completions" / f"completions_{step:05d}.parquet"
         )
     markdown = make_report([run]).with_suffix(".md").read_text()
-    assert "| step | prompt | completion | is_right |" in markdown
-    assert markdown.count("| 5 | user: 3+4= | assistant: 5 | 0 |") == 4 and "assistant: 10" not in markdown
-    assert markdown.count("| 40 | user: 3+4= | assistant: 40 | 0 |") == 4
+    # A reward function may log a list of anything.
+    assert "| step | prompt | completion | is_right | words |" in markdown
+    assert markdown.count("| 5 | user: 3+4= | assistant: 5 | 0 | [1, 2] |") == 4 and "assistant: 10" not in markdown
+    assert markdown.count("| 40 | user: 3+4= | assistant: 40 | 0 | [1, 2] |") == 4
     assert headline(read_run(run), read_prices())["reward"] == "0.5 → 0.5 (steps 5 → 40)"
 
 

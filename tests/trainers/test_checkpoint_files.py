@@ -232,6 +232,19 @@ def test_a_model_of_a_run_that_is_to_train_longer(tmp_path, caplog):
     ) in caplog.text
 
 
+def test_completions_of_an_earlier_run(tmp_path, caplog):
+    """Those of a run that is resumed are its own. TRL replaces files of the same step."""
+    checkpoint = write_checkpoint(tmp_path, 2)
+    (tmp_path / "completions").mkdir()
+    (tmp_path / "completions" / "completions_00001.parquet").touch()
+    assert set_aside(tmp_path, str(checkpoint)) is None
+    aside = set_aside(tmp_path, None)
+    assert sorted(path.name for path in aside.iterdir()) == ["checkpoint-2", "completions"]
+    (tmp_path / "completions").mkdir()
+    (tmp_path / "completions" / "mine.txt").touch()
+    assert set_aside(tmp_path, None) is None
+
+
 @pytest.mark.parametrize("of_same_run", [True, False])
 def test_the_best_checkpoint_is_of_the_run_that_is_resumed(tmp_path, caplog, of_same_run):
     """Another run may have written one of the same step, in the place where the best was."""

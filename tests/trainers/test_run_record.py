@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 import hf_tpu_ext
 from hf_tpu_ext import TPUSFTConfig, TrainingPreempted
-from hf_tpu_ext.report import figures
+from hf_tpu_ext.report import figures, make
 from hf_tpu_ext.report.parts import Figure
 from hf_tpu_ext.report.record import RECORD_NAME, read_run
 from hf_tpu_ext.report.sections import time_of_step
@@ -180,6 +180,24 @@ def test_what_ended_a_run_with_an_error_is_told(runs):
     assert "max_grad_norm` was 1.0, is 0.001" in run.programs[-1]["cause"] and run.steps == 3
     page = (runs.output_dir / "report.md").read_text()
     assert "The run was ended after step 3 by TooManyRecompiles: step 4: recompilation of the training step" in page
+
+
+class FailsInTheSecondStep(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            raise RuntimeError("the user's own")
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_an_error_before_a_step_was_timed_is_the_one_that_is_raised(runs, monkeypatch, caplog, breaks):
+    if breaks:
+        monkeypatch.setattr(make, "read_run", lambda directory: {}["a key"])
+    trainer = runs.ours(**CONFIG, logging_first_step=True, train=False, kwargs={"callbacks": [FailsInTheSecondStep()]})
+    with pytest.raises(RuntimeError, match="the user's own"):
+        trainer.train()
+    assert not read_run(runs.output_dir).step_times
+    assert (runs.output_dir / "report.md").is_file() == (not breaks)
+    assert ("There is no report of this run: 'a key'" in caplog.text) == breaks
 
 
 class ExplainLater(TrainerCallback):

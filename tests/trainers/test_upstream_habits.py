@@ -28,7 +28,7 @@ from transformers.optimization import Adafactor, AdafactorSchedule
 from hf_tpu_ext import TPUTrainer
 from hf_tpu_ext.errors import UserError
 from hf_tpu_ext.step.optimizer import LazyAdamW
-from hf_tpu_ext.trainers import TPUTrainerMixin
+from hf_tpu_ext.trainers import ExtensionArguments, TPUTrainerMixin
 from hf_tpu_ext.trainers.run.chips import Chips
 
 
@@ -364,7 +364,9 @@ def test_a_training_step_without_a_run(xla, tmp_path, has_optimizer):
     assert ours == upstreams
 
 
-def test_a_search_of_hyperparameters(xla, tmp_path):
+def test_a_search_of_hyperparameters(xla, tmp_path, monkeypatch):
+    monkeypatch.setattr(ExtensionArguments, "run_report", True)
+
     def search(cls):
         trainer = make(cls, tmp_path, model_init=lambda: Line(LineConfig()), eval_strategy="steps", eval_steps=2)
         objectives = []
@@ -383,6 +385,8 @@ def test_a_search_of_hyperparameters(xla, tmp_path):
 
     ours, upstreams = on_both_sides(search)
     assert ours == upstreams
+    # Each trial has a record of its own, and nobody else's is replaced.
+    assert {path.parent.name for path in tmp_path.rglob("run.jsonl")} == {"run-0", "run-1", "run-2"}
 
 
 def adafactor_with_its_schedule(model):

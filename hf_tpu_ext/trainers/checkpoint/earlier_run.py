@@ -9,7 +9,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from ...report.record import RECORD_NAME, RUN_FILES, is_record
+from ...report.record import COMPLETIONS, RECORD_NAME, RUN_FILES, is_record
 from .directories import move_aside, named_as_checkpoints
 from .saved_model import files_of_model
 from .verification import find_damage
@@ -31,8 +31,8 @@ def set_aside(
 ) -> Path | None:
     """
     Move what a run does not go on from out of its way, with a line that says so: if it begins anew, all that an earlier
-    run has left, which is checkpoints, the model that it saved at its end, exports, and its record; if it is resumed, what
-    came after its checkpoint, and the model, where there are steps to go on with, up to `max_steps`.
+    run has left, which is checkpoints, the model that it saved at its end, exports, its record, and the completions that TRL has
+    logged; if it is resumed, what came after its checkpoint, and the model, where there are steps to go on with, up to `max_steps`.
 
     What is left in the directory is of this run, so its newest checkpoint is the one with the highest number, for
     upstream's code too, a model there is what it has trained, and nothing of another run is ever replaced or deleted. What
@@ -56,6 +56,8 @@ def set_aside(
     model = files_of_model(run_dir) if (last < max_steps or others) and run_dir.resolve() not in stay else []
     is_of_run = is_record(run_dir / RECORD_NAME)
     moved_record = record if (last < 0 if is_of_run else writes_record) else []
+    if last < 0 and any(run_dir.glob(f"{COMPLETIONS}/*.parquet")):
+        moved_record = [*moved_record, run_dir / COMPLETIONS]
     if not (others or exports or model or moved_record):
         return None
     aside = move_aside(run_dir, [*others, *exports, *model, *moved_record])
