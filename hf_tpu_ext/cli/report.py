@@ -11,7 +11,8 @@ def add_parser(commands) -> None:
         help="report on a run, or compare several runs or plans",
         description="Make report.html and report.md of a run from the record in its output directory, also while it is "
         "running or after it was killed. Of several runs, make comparison.html and comparison.md in the current directory: "
-        "their curves, and what differs in their recipes and results; of several plans (`hf-tpu plan --json FILE`), what each expects.",
+        "their curves, and what differs in their recipes and results; of several plans (`hf-tpu plan --json FILE`), plans.html and plans.md: what each "
+        "expects.",
     )
     parser.add_argument(
         "run_dirs", nargs="+", metavar="RUN_DIR", help="output_dir of a run; or several files of plans"

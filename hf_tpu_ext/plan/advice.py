@@ -85,7 +85,7 @@ def advise(plan: Plan, run: Run, is_searched: bool = False) -> list[str]:
     best_first = sorted(enough or changes, key=lambda change: -max(change.saved))
     advice = [str(change) for change in best_first]
     if not enough:
-        advice.insert(0, "No one of these is enough, and several may be:")
+        advice.insert(0, "No one of these is sure to be enough; the first is the next to try, then several:")
     if not is_searched and any(change.setting.startswith(_SEARCHED) for change in best_first):
         advice.append("--search compiles variants, and says which of them fit.")
     return advice

@@ -73,7 +73,7 @@ def make_report(
     price_by_chip = read_prices(prices)
     runs = [] if files else [read_run(directory) for directory in directories]
     if files:
-        report, name = compare_plans([*map(str, files)], [*map(read_plan, files)]), "comparison"
+        report, name = compare_plans([*map(str, files)], [*map(read_plan, files)]), "plans"
     elif len(runs) == 1:
         plan_section = (
             compare_if_planned(runs[0], directories[0])

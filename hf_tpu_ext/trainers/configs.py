@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from trl import SFTConfig
 
 from ..backends import BACKENDS, select_backend
@@ -193,6 +194,7 @@ class ExtensionArguments:
             if (value := vars(self).get(name)) is not None and value < least:
                 raise UserError(f"{name}={value} {says}")
         self._check_average()
+        self._check_best()
         if isinstance(self.compile_cache_dir, bool):
             # YAML reads an unquoted off as false.
             self.compile_cache_dir = "auto" if self.compile_cache_dir else "off"
@@ -219,6 +221,23 @@ class ExtensionArguments:
             if choices and value not in (*choices, own_field.default):
                 left_out = " Or leave it out." if own_field.default is None else ""
                 raise UserError(f"Unknown {name}={value!r}. Allowed: {', '.join(choices)}.{left_out}")
+
+    def _check_best(self) -> None:
+        by_steps = self.eval_strategy == IntervalStrategy.STEPS and self.save_strategy == SaveStrategy.STEPS
+        eval_steps, save_steps = self.eval_steps or self.logging_steps, self.save_steps
+        # Upstream looks at shares of a run itself.
+        if (
+            self.load_best_model_at_end
+            and by_steps
+            and eval_steps >= 1
+            and save_steps >= 1
+            and save_steps % eval_steps
+        ):
+            fits = max(1, round(save_steps / eval_steps)) * eval_steps
+            raise UserError(
+                f"load_best_model_at_end=True loads a checkpoint that was evaluated, and save_steps={save_steps:g} is no multiple of "
+                f"eval_steps={eval_steps:g}. Set save_steps={fits:g}, or another eval_steps."
+            )
 
     def _check_average(self) -> None:
         if self.ema_decay is None:

@@ -239,6 +239,9 @@ class ProgramWatch:
             )
         if operations is not None:
             history.operations, history.step = operations, self.step
+        elif is_compiled and history.runs > 1 and history.open_event is None:
+            # What was listed is the program before this one, whose cause is told: the next run is listed, for later ones to compare.
+            history.operations, self._compare = None, max(self._compare, 1)
         return program
 
     def note_others(self) -> None:

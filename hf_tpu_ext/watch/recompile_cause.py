@@ -53,7 +53,7 @@ def cause_of(change: str) -> Cause:
     """The cause that a change of what Python may read is."""
     return Cause(
         change,
-        "It may be a constant of the graph: set it before training, or change it rarely. A number that changes at each step belongs into "
+        "It may be another graph: set it before training, or change it rarely. A number that changes at each step belongs into "
         "a buffer of the model.",
     )
 

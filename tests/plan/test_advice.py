@@ -173,7 +173,7 @@ def test_an_evaluation_that_does_not_fit_has_a_batch_size_of_its_own():
     # Where neither fits, neither batch alone is enough.
     planned = plan(program("training step", {"weights": 2}, 18), program("evaluation step", {"weights": 2}, 20))
     first, *others = advise(planned, split)
-    assert first == "No one of these is enough, and several may be:"
+    assert first == "No one of these is sure to be enough; the first is the next to try, then several:"
     assert settings(others) == [
         "per_device_eval_batch_size: 4",
         "per_device_train_batch_size: 2",

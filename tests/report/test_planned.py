@@ -134,8 +134,8 @@ def test_plans_beside_each_other(write_plan, tmp_path, capsys, monkeypatch):
     first = write_plan(tmp_path / "a.json")
     second = write_plan(tmp_path / "b.json", "v6e-4", [refused], trials=trials)
     assert main(["report", first.name, second.name]) == 0
-    assert capsys.readouterr().out.split() == ["comparison.html", "comparison.md"]
-    text = (tmp_path / "comparison.md").read_text()
+    assert capsys.readouterr().out.split() == ["plans.html", "plans.md"]
+    text = (tmp_path / "plans.md").read_text()
     for row in (
         "|  | a.json | b.json |",
         "| on | v5e-8 | v6e-4 |",

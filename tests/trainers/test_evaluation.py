@@ -2,13 +2,15 @@
 
 import copy
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from accelerate.data_loader import BatchSamplerShard
 from datasets import Dataset
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -23,6 +25,7 @@ from trl import SFTTrainer
 
 from hf_tpu_ext import TPUTrainer, TPUTrainingArguments
 from hf_tpu_ext.trainers.run import evaluation
+from hf_tpu_ext.trainers.run.evaluation import CompiledEvaluation
 from hf_tpu_ext.trainers.run.predictions import without_added
 
 
@@ -414,3 +417,25 @@ def test_input_tokens_of_rows_without_a_mask_are_counted_as_upstream_does(genera
         return trainer.state.num_input_tokens_seen
 
     assert seen(TPUTrainer) == seen(Trainer) == {"all": 12, "non_padding": 9}[what]
+
+
+@pytest.mark.parametrize(
+    ("rows", "fix"), [(10, "per_device_eval_batch_size=5 repeats none"), (9, "until 2 divides them"), (16, None)]
+)
+def test_rows_that_do_not_fill_the_batches_of_processes(caplog, rows, fix):
+    """What accelerate makes of 10 rows in batches of 8: rows of the beginning fill the second one's."""
+    processes = SimpleNamespace(count=2)
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(eval_batch_size=8),
+        backend=SimpleNamespace(processes=processes),
+        is_world_process_zero=lambda: True,
+        _said=set(),
+    )
+    for _ in range(2):
+        CompiledEvaluation._say_rows_repeated(trainer, DataLoader(range(rows)))
+    assert caplog.text.count("do not fill batches of 8 on 2 processes") == (fix is not None)
+    assert fix is None or fix in caplog.text
+    size = 5 if rows == 10 else 8
+    shards = [BatchSamplerShard(BatchSampler(range(rows), size, False), 2, index) for index in range(2)]
+    seen = [row for shard in shards for batch in shard for row in batch]
+    assert (len(seen) == rows) == (rows != 9)

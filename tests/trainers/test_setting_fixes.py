@@ -53,6 +53,12 @@ LEAVE_OUT = "eave it out"
             dict(kd_beta=0.0, kd_loss="jsd", kd_teacher="teacher"),
             ["for example kd_beta=0.5", "leave kd_beta out and set kd_loss='forward_kl' or kd_loss='reverse_kl'"],
         ),
+        (
+            dict(
+                load_best_model_at_end=True, eval_strategy="steps", eval_steps=20, save_strategy="steps", save_steps=25
+            ),
+            ["Set save_steps=20"],
+        ),
         (dict(kd_beta=0.3, kd_teacher="teacher"), ["Set kd_loss='jsd'", "leave kd_beta out"]),
         (dict(kd_preload=True, kd_teacher="teacher"), ["Set kd_cache=DIRECTORY", "leave kd_preload out"]),
         (dict(kd_teacher="teacher", loss_type="dft"), ["Leave loss_type and label_smoothing_factor out"]),

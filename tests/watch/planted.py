@@ -26,10 +26,12 @@ class Tiny(nn.Module):
         width = next(WIDTHS)
         self.embedding = nn.Embedding(16, width)
         self.head = nn.Linear(width, 16)
-        self.scale = 1.5
+        self.scale, self.dropout = 1.5, 0.0
 
     def forward(self, input_ids, labels, attention_mask=None, weight=None):
         logits = self.head(self.embedding(input_ids)) * self.scale
+        if self.dropout:
+            logits = functional.dropout(logits, self.dropout)
         if attention_mask is not None:
             logits = logits * attention_mask[..., None]
         if weight is not None:

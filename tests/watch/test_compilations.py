@@ -255,6 +255,25 @@ def test_a_python_number_that_becomes_a_constant(train, lines):
     assert "trainer.backend.send(torch.tensor(value))" in lines()[0]
 
 
+def test_a_number_after_a_setting_that_has_changed_the_program(train):
+    """It is compared with the program that ran before it, and not with that of the first steps."""
+
+    class DrawsDropout(TrainerCallback):
+        def on_step_begin(self, args, state, control, model, **kwargs):
+            if state.global_step == 3:
+                model.dropout = 0.5
+
+    class Weighs(TPUTrainer):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs) * (2.5 if self.state.global_step < 6 else 1.0)
+
+    number = line_of(Weighs, "2.5 if")
+    assert causes(train(Weighs, callbacks=[DrawsDropout()], max_steps=8)) == [
+        (4, "`model.dropout` was 0.0, is 0.5"),
+        (7, f"a scalar of the graph was a tensor, is 1 [{number}]"),
+    ]
+
+
 def test_an_exponent_whose_gradient_is_computed_otherwise(train):
     class Raises(TPUTrainer):
         def compute_loss(self, *args, **kwargs):

@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 from transformers import Seq2SeqTrainer
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, has_length
+from transformers.utils import logging
 
 from ...backends.compiled_function import CompiledFunction
 from ...data.static_shapes import as_collated, count_rows
@@ -28,6 +29,8 @@ from .programs import SentBatch
 from .text import TextGeneration
 from .user_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, computes_loss_by_itself, owner_of
 
+
+logger = logging.get_logger(__name__)
 
 #: What the watch calls the program of a batch whose loss is added up, and of one whose predictions are kept.
 EVALUATION_STEP, PREDICTION_STEP = "evaluation step", "prediction step"
@@ -228,10 +231,34 @@ class CompiledEvaluation:
         as_loops = self.layers.forward_loops([self.model, *self.other_models()], self.averaging.in_evaluation())
         with together, self.models_as_run(), as_loops, same_weights:
             if not self.backend.metrics_on_device:
+                self._say_rows_repeated(dataloader)
                 return super().evaluation_loop(dataloader, *arguments)
             if loss_only:
                 return self._loss_loop(dataloader, metric_key_prefix)
             return self._predicting_loop(dataloader, arguments)
+
+    def _say_rows_repeated(self, dataloader) -> None:
+        """Say where the batches of several processes are filled with rows of the same data, which counts them twice."""
+        dataset, most, processes = dataloader.dataset, self.args.eval_batch_size, self.backend.processes.count
+        if (
+            processes == 1
+            or "repeated" in self._said
+            or not has_length(dataset)
+            or not len(dataset) % (most * processes)
+        ):
+            return
+        self._said.add("repeated")
+        fits = next((rows for rows in range(most, 0, -1) if len(dataset) % (rows * processes) == 0), None)
+        fix = (
+            f"Remove rows until {processes} divides them."
+            if fits is None
+            else f"per_device_eval_batch_size={fits} repeats none."
+        )
+        if self.is_world_process_zero():
+            logger.warning(
+                f"{len(dataset)} rows of evaluation do not fill batches of {most} on {processes} processes: as upstream, some are repeated, "
+                f"and means of batches, such as rewards, count them twice. {fix}"
+            )
 
     def _loss_loop(self, dataloader, metric_key_prefix: str) -> EvalLoopOutput:
         """Upstream's evaluation of the loss alone, which is read once."""

@@ -160,8 +160,8 @@ class TrainerPrograms:
             if name not in self._said:
                 self._said.add(name)
                 logger.warning(
-                    f"Code of yours within a step reads `{name}`, and replayed steps keep the value of the step that was traced. Where a "
-                    "number depends on it, have a callback fill a buffer of the model with it, and read that in the step."
+                    f"Code of yours within a step has the name `{name}`: where it is read, replayed steps keep the value of the traced "
+                    "step. Where a number depends on it, have a callback fill a buffer of the model with it, and read that in the step."
                 )
 
 
