@@ -169,3 +169,31 @@ def test_looking_changes_nothing(shown, same_logs):
     assert trainers[1].status is None
     assert all(name in SPEED or name.startswith("phase/") for name in keys[0] - keys[1]) and not keys[1] & SPEED
     same_logs(*trainers)
+
+
+class LogsByItself(TrainerCallback):
+    """As a user's on the first process alone, where others are not there to count with."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % 2:
+            self.trainer.log({"loss": 1.0})
+
+
+@pytest.mark.parametrize("backend", ["xla", "cpu"])
+def test_speed_is_counted_by_the_logs_that_all_processes_make(runs, monkeypatch, backend):
+    logs = LogsByItself()
+    trainer = runs.ours(
+        train=False,
+        backend=backend,
+        config_cls=TPUSFTConfig,
+        max_steps=4,
+        logging_steps=2,
+        kwargs={"callbacks": [logs]},
+    )
+    logs.trainer, take_speed, counted = trainer, trainer.status.take_speed, []
+    monkeypatch.setattr(
+        trainer.status, "take_speed", lambda: counted.append(trainer.state.global_step) or take_speed()
+    )
+    trainer.train()
+    assert counted == [2, 4]
+    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [1, 2, 3, 4]

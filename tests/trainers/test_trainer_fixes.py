@@ -583,13 +583,16 @@ def test_a_file_that_is_damaged(tmp_path):
 def test_rows_of_a_checkpoint_of_more_chips(caplog):
     """12 rows of 4 chips: 5 chips cannot take them."""
 
-    def check(num_chips, per_device_train_batch_size=3, backend="xla", accumulation=1, drop_last=False):
+    def check(
+        num_chips, per_device_train_batch_size=3, backend="xla", accumulation=1, drop_last=False, sampling="random"
+    ):
         args = SimpleNamespace(
             per_device_train_batch_size=per_device_train_batch_size,
             train_batch_size=per_device_train_batch_size * num_chips,
             world_size=1,
             gradient_accumulation_steps=accumulation,
             dataloader_drop_last=drop_last,
+            train_sampling_strategy=sampling,
         )
         chips = SimpleNamespace(
             _args=args,
@@ -611,6 +614,10 @@ def test_rows_of_a_checkpoint_of_more_chips(caplog):
         caplog.clear()
         check(2, drop_last=drop_last)
         assert ("an epoch may have another number of steps" in caplog.text) == drop_last
+    for sampling in ("random", "group_by_length"):
+        caplog.clear()
+        check(2, sampling=sampling)
+        assert ("To go on as before, resume on 4 chips" in caplog.text) == (sampling == "group_by_length")
     check(5, per_device_train_batch_size=2)
     message = refusal(check, {"num_chips": 5, "backend": "cpu"})
     assert "on 4 devices, which 5 devices cannot keep" in message and "Set num_processes to a number" in message

@@ -232,7 +232,10 @@ class Chips:
             return
         kind = kind_of_device(self._backend.name)
         rows_at_once = args.train_batch_size * args.world_size
-        accumulation = args.gradient_accumulation_steps
+        accumulation, group = (
+            args.gradient_accumulation_steps,
+            args.train_batch_size * args.gradient_accumulation_steps,
+        )
         if rows % rows_at_once == 0:
             args.gradient_accumulation_steps = rows // rows_at_once
         elif rows % (workers * args.gradient_accumulation_steps) == 0:
@@ -257,6 +260,13 @@ class Chips:
             logger.warning(
                 "dataloader_drop_last=True: an epoch may have another number of steps than before, after which the rows of a "
                 "step are others. Without it, epochs are as before."
+            )
+        is_grouped = args.train_sampling_strategy == "group_by_length"
+        if is_grouped and args.train_batch_size * args.gradient_accumulation_steps != group:
+            # Upstream makes groups of the rows that a process takes in a step.
+            logger.warning(
+                "train_sampling_strategy='group_by_length' makes other groups on another number of processes: in this epoch some rows are "
+                f"trained on twice, and others are not. To go on as before, resume on {count(state['num_workers'], kind)}."
             )
 
     # ---- Words ----

@@ -72,6 +72,8 @@ class StatusMixin:
     status: StepStatus | None = None
     #: Names of what is measured here that upstream's `state.log_history` has, too.
     timed_upstream: tuple[str, ...] = ()
+    # Whether the next log is that of a step, which all processes make.
+    _logs_together = False
     #: Whether the start of a run says how much of its batches is padding, and what is better.
     tells_padding = True
 
@@ -315,7 +317,7 @@ class StatusMixin:
     ) -> None:
         with self.agreement.deciding(self.state.global_step, lambda: self.control):
             logs = self.control.should_log and self.state.global_step > self._globalstep_last_logged
-            reading = nullcontext()
+            reading, self._logs_together = nullcontext(), logs
             if logs and self.backend.metrics_on_device:
                 # Upstream's own log reads the loss, the gradient norm and every metric one by one. Afterwards it logs nothing more, since
                 # this step counts as logged.
@@ -347,7 +349,9 @@ class StatusMixin:
             logs.update({name: value.tolist() for name, value in self.backend.fetch(tensors).items()})
         measurements = {}
         if self.status is not None:
-            measurements = self.status.take_speed() if "loss" in logs else {}
+            # A process may log by itself, in a callback or a loss of the user's: speed is counted over all processes.
+            is_of_all, self._logs_together = self._logs_together, False
+            measurements = self.status.take_speed() if "loss" in logs and is_of_all else {}
             measurements |= self.status.take_phases() if "train_runtime" in logs else {}
         all_logs, history = {**logs, **measurements}, self.state.log_history
         before = len(history)
