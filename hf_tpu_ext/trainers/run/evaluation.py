@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import Seq2SeqTrainer
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, has_length
@@ -239,13 +239,11 @@ class CompiledEvaluation:
 
     def _say_rows_repeated(self, dataloader) -> None:
         """Say where the batches of several processes are filled with rows of the same data, which counts them twice."""
-        dataset, most, processes = dataloader.dataset, self.args.eval_batch_size, self.backend.processes.count
-        if (
-            processes == 1
-            or "repeated" in self._said
-            or not has_length(dataset)
-            or not len(dataset) % (most * processes)
-        ):
+        most, processes = self.args.eval_batch_size, self.backend.processes.count
+        if processes == 1 or "repeated" in self._said or not isinstance(dataloader, DataLoader):
+            return
+        dataset = dataloader.dataset
+        if not has_length(dataset) or not len(dataset) % (most * processes):
             return
         self._said.add("repeated")
         fits = next((rows for rows in range(most, 0, -1) if len(dataset) % (rows * processes) == 0), None)
