@@ -187,7 +187,7 @@ class RolloutMixin(RolloutCheckpoints):
         if prompt + completion > positions.size:
             raise UserError(
                 f"A prompt has up to {prompt} tokens, and a completion {completion}, but {name} has positions for {positions.size} "
-                f"({positions.name}) tokens. Set a max_completion_length by which the sum is {positions.size} at most, or leave "
+                f"tokens ({positions.name}). Set a max_completion_length by which the sum is {positions.size} at most, or leave "
                 "long prompts out of the dataset."
             )
         if positions.counts_columns and self._pads_prompts:
