@@ -61,6 +61,9 @@ def set_aside(
     if not (others or exports or model or moved_record):
         return None
     aside = move_aside(run_dir, [*others, *exports, *model, *moved_record])
+    if run_dir / COMPLETIONS in moved_record:
+        # TRL has made the directory when the trainer was made.
+        (run_dir / COMPLETIONS).mkdir()
     text = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]}"
     begins = "begins anew" if resumed_from is None else f"goes on from {resumed_from}"
     held = [f"checkpoints of another run ({text})"] if others else []
