@@ -253,8 +253,7 @@ def check_paths(recipe: Recipe, reads_data: bool = True) -> None:
             _check_has_model(recipe, key, value)
         if not isinstance(value, str) or "://" in value or os.path.exists(value):
             continue
-        what = "a path of datasets" if key == "datasets" else key
-        message = f"{recipe.where(key)}: {what} is {value!r}, and there is no such file or directory in {os.getcwd()}, where paths begin."
+        message = f"{_told(recipe, key)} is {value!r}, and there is no such file or directory in {os.getcwd()}, where paths begin."
         hint = hint_at_similar(value)
         if not may_be_on_hub(value) or key == "chat_template_path" and value.endswith(_TEMPLATES):
             raise NoSuchPath(message + hint, is_data=True) if key in _OF_DATA else UserError(message + hint)
@@ -268,6 +267,16 @@ def check_paths(recipe: Recipe, reads_data: bool = True) -> None:
         # gone, datasets would go on with the rows that it has kept.
         if (hint or key in _OF_DATA and "/" not in value) and os.environ.get("RANK", "0") == "0":
             print(f"{message} It is looked for on the hub.{hint}", file=sys.stderr)
+
+
+def _told(recipe: Recipe, key: str) -> str:
+    """Where a path stands, and what it is there: the beginning of a message."""
+    return f"{recipe.where(key)}: {'a path of datasets' if key == 'datasets' else key}"
+
+
+def _name_files(path: str, files: str) -> str:
+    """What a recipe has in the place of `dataset_name` for files of a format."""
+    return f"datasets:\n  - path: {path}\n    data_files: {files}"
 
 
 def _check_has_model(recipe: Recipe, key: str, directory: str) -> None:
@@ -289,23 +298,24 @@ def _is_format(name: Any) -> bool:
 
 
 def _refuse_format(recipe: Recipe, key: str, name: str) -> None:
-    what = "a path of datasets" if key == "datasets" else key
-    told = f"{recipe.where(key)}: {what} is {name!r}, which load_dataset takes for the format of all files below {os.getcwd()}."
+    told = (
+        f"{_told(recipe, key)} is {name!r}, which load_dataset takes for the format of all files below {os.getcwd()}."
+    )
     if os.path.isdir(name):
         raise UserError(f"{told} Write the directory as './{name}'.")
-    raise UserError(f"{told} Name the files:\ndatasets:\n  - path: {name}\n    data_files: FILE")
+    raise UserError(f"{told} Name the files:\n{_name_files(name, 'FILE')}")
 
 
 def _check_data_files(recipe: Recipe, entry: Mapping[str, Any]) -> None:
     """Refuse files of an entry of `datasets` that are not there."""
-    files = entry.get("data_files") or []
+    files, directory = entry.get("data_files") or [], entry.get("data_dir") or ""
     by_split = files.values() if isinstance(files, dict) else [files]
     for file in chain.from_iterable([value] if isinstance(value, str) else value for value in by_split):
-        path = os.path.join(entry.get("data_dir") or "", file)
+        path = os.path.join(directory, file)
         if "://" not in path and not glob.glob(os.path.expanduser(path), recursive=True):
             raise NoSuchPath(
                 f"{recipe.where('datasets')}: data_files has {file!r}, and there is no such file in "
-                f"{os.path.join(os.getcwd(), entry.get('data_dir') or '')}.{hint_at_similar(path)}",
+                f"{os.path.abspath(directory)}.{hint_at_similar(path)}",
                 is_data=True,
             )
 
@@ -339,10 +349,10 @@ def _refuse_file(recipe: Recipe, key: str, file: str) -> None:
     parent, stem = os.path.split(directory)
     if key == "datasets":
         raise UserError(
-            f"{recipe.where(key)}: a path of datasets is the file {file!r}. Name its format and the file:\ndatasets:\n"
-            f"  - path: {_FORMATS.get(suffix, suffix[1:])}\n    data_files: {file}"
+            f"{_told(recipe, key)} is the file {file!r}. Name its format and the file:\n"
+            f"{_name_files(_FORMATS.get(suffix, suffix[1:]), file)}"
         )
-    told = f"{recipe.where(key)}: dataset_name is the file {file!r}, and load_dataset takes directories."
+    told = f"{_told(recipe, key)} is the file {file!r}, and load_dataset takes directories."
     # Of `.`, upstream makes a dataset without a name, which it refuses.
     if stem in _SPLITS and os.path.basename(parent) not in ("", "."):
         raise UserError(f"{told} Name the one that it is in: --dataset_name {shlex.quote(parent)}")

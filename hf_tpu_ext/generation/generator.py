@@ -18,7 +18,7 @@ from ..errors import UserError
 from ..layers.attention import static_masks
 from ..layers.static_cache import StaticKeyValueCache, pad_positions
 from ..step.fingerprint import compile_alone
-from ..step.index_tables import known_model, learned_positions, token_embedding
+from ..step.index_tables import MORE_ROWS, known_model, learned_positions, token_embedding
 from .memory import CopiedWeights, choose_cache_lengths, find_room
 from .models import cache_argument, check_model
 from .sampling import Sampler, count_until_end
@@ -198,7 +198,7 @@ class Generator:
         if rows is not None and not 0 <= min(prompt) <= max(prompt) < rows:
             raise UserError(
                 f"Prompt {number} holds the token id {max(prompt) if min(prompt) >= 0 else min(prompt)}, but the model's embedding has "
-                f"{rows} rows: 0 to {rows - 1}. Give it a row for each token: model.resize_token_embeddings(len(tokenizer))."
+                f"{rows} rows: 0 to {rows - 1}. {MORE_ROWS}."
             )
         if positions is not None and len(prompt) + self._new_tokens > positions.size:
             raise UserError(

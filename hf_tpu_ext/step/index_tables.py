@@ -17,6 +17,10 @@ from .running_code import is_known
 _POSITIONS = ("position_embeddings", "position_embedding", "embed_positions", "wpe")
 
 
+#: What to do about a token that the table of a model has no row for.
+MORE_ROWS = "Give it a row for each token: model.resize_token_embeddings(len(tokenizer))"
+
+
 class Positions(NamedTuple):
     """A table of learned positions."""
 

@@ -234,7 +234,7 @@ CASES = {
     ),
     "class of a pixel": (
         segformer,
-        {"pixel_values": IMAGES.repeat(1, 1, 4, 4), "labels": torch.full((4, 64, 64), 255)},
+        {"pixel_values": IMAGES.repeat(1, 1, 4, 4), "labels": torch.tensor([2, 255]).repeat(4, 64, 32)},
         {"pixel_values": IMAGES.repeat(1, 1, 4, 4), "labels": torch.full((4, 64, 64), 3)},
         ["Row 0", "label 3", "3 classes", "with 255"],
     ),
@@ -273,9 +273,7 @@ def test_what_upstream_refuses_on_the_cpu_is_refused(name):
     model = make()
     ranges = IndexRanges(model, labels=True)
     # In the model's own tables all goes well.
-    loss = forward(model, inside)
-    # Of no pixel with a class there is no mean.
-    assert loss.isfinite() or (inside["labels"] == 255).all()
+    assert forward(model, inside).isfinite()
     ranges.check(inside)
     with pytest.raises((IndexError, RuntimeError)):
         forward(model, outside)

@@ -86,7 +86,7 @@ def test_config(runs, settings, fixes):
 
 
 OF_A_TEACHER = {
-    **dict(kd_alpha=0.7, kd_temperature=2.0, kd_top_k=8, kd_loss="jsd"),
+    **dict(kd_alpha=0.7, kd_temperature=2.0, kd_top_k=8, kd_loss="jsd", kd_preload=True),
 }
 OF_ROUNDING = dict(
     qat_group_size=64,

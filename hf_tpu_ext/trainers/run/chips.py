@@ -232,10 +232,8 @@ class Chips:
             return
         kind = kind_of_device(self._backend.name)
         rows_at_once = args.train_batch_size * args.world_size
-        accumulation, group = (
-            args.gradient_accumulation_steps,
-            args.train_batch_size * args.gradient_accumulation_steps,
-        )
+        accumulation = args.gradient_accumulation_steps
+        rows_of_process = args.train_batch_size * accumulation
         if rows % rows_at_once == 0:
             args.gradient_accumulation_steps = rows // rows_at_once
         elif rows % (workers * args.gradient_accumulation_steps) == 0:
@@ -262,7 +260,7 @@ class Chips:
                 "step are others. Without it, epochs are as before."
             )
         is_grouped = args.train_sampling_strategy == "group_by_length"
-        if is_grouped and args.train_batch_size * args.gradient_accumulation_steps != group:
+        if is_grouped and args.train_batch_size * args.gradient_accumulation_steps != rows_of_process:
             # Upstream makes groups of the rows that a process takes in a step.
             logger.warning(
                 "train_sampling_strategy='group_by_length' makes other groups on another number of processes: in this epoch some rows are "

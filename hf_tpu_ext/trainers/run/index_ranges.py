@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ...data.static_shapes import CollatedBatch, as_collated
 from ...errors import UserError
-from ...step.index_tables import Positions, known_model, learned_positions, modules_beside, token_embedding
+from ...step.index_tables import MORE_ROWS, Positions, known_model, learned_positions, modules_beside, token_embedding
 from ..checks.families import classes_for
 
 
@@ -78,7 +78,7 @@ class IndexRanges:
         labels: bool,
         truncation: str = "max_length={}",
         name: str = "the model",
-        more_rows: str = "Give it a row for each token: model.resize_token_embeddings(len(tokenizer))",
+        more_rows: str = MORE_ROWS,
     ):
         self._name, self._more_rows = name, more_rows
         self._tables: dict[str, Table] = {}
