@@ -175,6 +175,11 @@ def _plan(
     if recipe.asks_for_help:
         # Nothing is traced for it, so torch_xla may be missing.
         SCRIPTS[command].parser(title, DESCRIPTION).parse(recipe)
+    if not options.seq_lengths and "dataset_name" not in recipe and "datasets" not in recipe:
+        raise UserError(
+            "The graphs of a step depend on the shapes of its batches, and the recipe names no dataset. Give their lengths instead: "
+            "--seq_lengths 1024"
+        )
 
     # Imported here: PyTorch comes with it, and reads the environment.
     from datasets import disable_progress_bars
@@ -196,11 +201,6 @@ def _plan(
     with tempfile.TemporaryDirectory() as directory:
         if options.seq_lengths:
             recipe = _with_synthetic_rows(recipe, command, Path(directory), options.seq_lengths)
-        elif "dataset_name" not in recipe and "datasets" not in recipe:
-            raise UserError(
-                "The graphs of a step depend on the shapes of its batches, and the recipe names no dataset. Give their lengths instead: "
-                "--seq_lengths 1024"
-            )
 
         def trace(changes: dict[str, str]):
             stop.during = "its data were read and its graphs traced"

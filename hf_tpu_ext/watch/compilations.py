@@ -23,7 +23,7 @@ from .source_lines import OF_MODELS, describe_line, explain_library, library_lin
 
 logger = logging.get_logger(__name__)
 
-# Lines about one program, before its recompiles are only counted.
+# Lines about one program, before further recompiles with the advice of these are only counted.
 _MOST_LINES = 5
 # Seconds of a compilation that is told of where there are no progress bars.
 _LONG = 5.0
@@ -70,6 +70,8 @@ class _ProgramHistory:
 
     runs: int = 0
     num_warnings: int = 0
+    #: Advice that was given: causes with numbers differ each time.
+    advice: set[str] = field(default_factory=set)
     #: Place in the events of a recompile whose cause is not found yet.
     open_event: int | None = None
     dependencies: list[Dependencies] = field(default_factory=list)
@@ -80,6 +82,10 @@ class _ProgramHistory:
     operations: Listing | None = None
     #: The step whose operations these are; of a line of the user's, the first that compiled a graph there.
     step: int | None = None
+
+    def is_told(self, cause: Cause) -> bool:
+        """Whether a further recompile with this cause is told of."""
+        return self.num_warnings < _MOST_LINES or cause.advice not in self.advice
 
     def compare(self, operations: Listing | None, find_own_code: Callable[[], str], when: str = "") -> Cause | None:
         """The first operation in which the program listed last, which ran `when`, differs from this one, where both were listed."""
@@ -340,7 +346,7 @@ class ProgramWatch:
         difference = history.compare(operations, self._find_own_code, when)
         causes = [None if change is None else cause_of(change), difference]
         cause = next(filter(None, [cause, *(causes if history.is_stable else reversed(causes))]), None)
-        if cause is difference and history.num_warnings < _MOST_LINES:
+        if cause is difference and history.is_told(cause):
             # What has changed once may change at each step.
             self._compare = _COMPARED_STEPS
             self._backend.insight.note_lines(True)
@@ -375,15 +381,16 @@ class ProgramWatch:
             return
         line = f"{again}: {cause.what}. {cause.advice}"
         self.recompiles += 1
-        history.num_warnings += 1
         if self._max_recompiles is not None and self.recompiles > self._max_recompiles:
             raise TooManyRecompiles(
                 f"{line} This was recompilation {self.recompiles}; max_recompiles={self._max_recompiles}."
             )
-        if history.num_warnings <= _MOST_LINES:
+        if history.is_told(cause):
+            history.num_warnings += 1
+            history.advice.add(cause.advice)
             is_open = history.open_event is not None
             end = " If one of the next steps computes it again, a further message names its line." if is_open else ""
-            end += " Further ones are only counted." if history.num_warnings == _MOST_LINES else ""
+            end += " Further ones like these are only counted." if history.num_warnings == _MOST_LINES else ""
             logger.warning(f"{line}{end}")
 
     def describe(self) -> str | None:

@@ -533,12 +533,26 @@ def test_lines_about_one_program_come_to_an_end(train, lines):
     trainer = train(Cuts)
     assert trainer.watch.recompiles == len(causes(trainer)) == 7
     assert sum("recompilation of the training step" in line for line in lines()) == 5
-    assert any(line.endswith("Further ones are only counted.") for line in lines())
+    assert any(line.endswith("Further ones like these are only counted.") for line in lines())
     # Those that the end of the run names add up, too.
     summary = trainer.watch.describe()
     assert summary.startswith("Recompilations: 7 in ")
     assert [int(number) for number in re.findall(r"\((\d)x\)", summary)] == [1, 1, 1, 4]
     assert summary.endswith("; others (4x)")
+
+
+def test_a_cause_of_another_kind_is_told_when_others_have_come_to_an_end(train, lines):
+    class Cuts(TPUTrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            step = self.state.global_step
+            length = 7 - min(step, 5)
+            loss = super().compute_loss(model, {k: v[:, :length] for k, v in inputs.items()}, *args, **kwargs)
+            return loss * 3.5 if step == 7 else loss
+
+    trainer = train(Cuts)
+    assert trainer.watch.recompiles == 6
+    told = [line for line in lines() if "recompilation of the training step" in line]
+    assert len(told) == 6 and "step 8: " in told[-1] and "multiply by a 0 or 1" in told[-1], told
 
 
 def test_another_run_sums_up_its_own(train):
