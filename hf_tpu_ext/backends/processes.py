@@ -45,6 +45,7 @@ class Processes:
     chips: Sequence[Sequence[int]] = ()
     #: Checksum of all that this process has sent to its chips, where there are others to compare it with.
     checksum = 0
+    _stop_reason: str | None = None
 
     # ---- Values on the host ----
 
@@ -114,16 +115,17 @@ class Processes:
 
     def begin_listening(self) -> None:
         """Forget earlier requests to stop."""
+        self._stop_reason = None
 
     def request_stop(self, reason: str) -> None:
         """Ask all to stop. It may be called from a signal handler."""
+        self._stop_reason = self._stop_reason or reason
 
     def pass_place(self) -> str | None:
         """
-        Note that this process is at a place where it can stop, which it passes as often as all others. Returns why to stop
-        here, if it is here that all do.
+        Ask at a place where this process can stop, which all others come to as well. Returns why all stop here, if one was asked to.
         """
-        return None
+        return next(filter(None, self.exchange("a stop", self._stop_reason)), None)
 
 
 #: Where nothing has started others.

@@ -82,14 +82,6 @@ class SliceHosts(Processes):
         # How deep this host is in work that needs all, and the exchange that it waits in.
         self._together = 0
         self._waiting: int | None = None
-        # Held while hosts agree on a place to stop: none passes another one meanwhile.
-        self._passing = threading.Lock()
-        self._num_places = 0
-        self._listenings = 0
-        # Each is of a listening: what this host asks for, that it has told its place, and where all stop and why.
-        self._request: tuple[int, str] | None = None
-        self._announced_listening: int | None = None
-        self._stop: tuple[int, int, str] | None = None
         # What others know of.
         self._error: Exception | None = None
         self._closing = threading.Event()
@@ -187,50 +179,8 @@ class SliceHosts(Processes):
         if stop is not None:
             raise stop
 
-    # ---- Stopping ----
-
-    def begin_listening(self) -> None:
-        self._listenings += 1
-
     def request_stop(self, reason: str) -> None:
-        if self._request is None or self._request[0] != self._listenings:
-            self._request = self._listenings, f"{reason} on host {self.index}"
-
-    def pass_place(self) -> str | None:
-        with self._passing:
-            self._num_places += 1
-            if self._stop is None or self._stop[0] != self._listenings:
-                return None
-            _, place, reason = self._stop
-            return reason if self._num_places >= place else None
-
-    def _agree_on_stop(self) -> None:
-        """
-        One round of finding the place to stop at: the next one after all that any host has passed. Hosts wait at their
-        next place until it is found, whatever their chips do, so that none is beyond it.
-        """
-        listening = self._listenings
-        prefix = f"stop/{listening}"
-        if self._announced_listening not in (None, listening):
-            # Of a run that has ended meanwhile.
-            self._announced_listening = None
-            self._passing.release()
-        if not listening or (self._stop is not None and self._stop[0] == listening):
-            return
-        if self._announced_listening is None:
-            if self._request is not None and self._request[0] == listening:
-                self._watch_store.compare_set(f"{prefix}/reason", "", self._request[1])
-            if not self._watch_store.check([f"{prefix}/reason"]):
-                return
-            self._passing.acquire()
-            self._announced_listening = listening
-            self._watch_store.set(f"{prefix}/{self.index}", str(self._num_places))
-        keys = [f"{prefix}/{host}" for host in range(self.count)]
-        if self._watch_store.check(keys):
-            places = [int(text) for text in self._watch_store.multi_get(keys)]
-            self._stop = listening, max(places) + 1, self._watch_store.get(f"{prefix}/reason").decode()
-            self._announced_listening = None
-            self._passing.release()
+        super().request_stop(f"{reason} on host {self.index}")
 
     # ---- Watching each other ----
 
@@ -243,7 +193,6 @@ class SliceHosts(Processes):
             try:
                 self._rounds += 1
                 self._watch_store.set(beats[self.index], str(self._rounds))
-                self._agree_on_stop()
                 state_texts, beat_texts = (
                     [text.decode() for text in self._watch_store.multi_get(keys)] for keys in (states, beats)
                 )
