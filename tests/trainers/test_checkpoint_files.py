@@ -182,9 +182,9 @@ def test_exports_go_with_the_run_that_they_are_of(tmp_path, monkeypatch, caplog,
     assert (
         sorted(path.name for path in (run_dir / "_earlier-1").iterdir()) == ["checkpoint-2"] * has_checkpoint + moved
     )
-    checkpoints = "checkpoints of another run (checkpoint-2) and " * has_checkpoint
+    checkpoints = "checkpoint-2, " * has_checkpoint
     assert (
-        f"run holds {checkpoints}exports of another run (merged, of_a_checkpoint, quantized-ema), and this one begins anew. They are "
+        f"run holds {checkpoints}merged, of_a_checkpoint, quantized-ema, run.jsonl from before this run, which begins anew. They are "
         "moved to run/_earlier-1, where nothing deletes them."
     ) in caplog.text
 
@@ -213,7 +213,10 @@ def test_the_model_that_a_run_has_saved_goes_with_it(tmp_path, names, caplog):
         name: name for name in names
     }
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["_earlier-1", *mine])
-    assert f"{tmp_path} holds the model of another run, and this one begins anew. They are moved to" in caplog.text
+    assert (
+        f"{tmp_path} holds the files of a saved model from before this run, which begins anew. They are moved to"
+        in caplog.text
+    )
 
 
 def test_a_model_goes_with_the_checkpoints_that_a_run_goes_back_before(tmp_path):
@@ -228,7 +231,7 @@ def test_a_model_of_a_run_that_is_to_train_longer(tmp_path, caplog):
     set_aside(tmp_path, str(write_checkpoint(tmp_path, 2)), max_steps=4)
     assert [path.name for path in (tmp_path / "_earlier-1").iterdir()] == ["model.safetensors"]
     assert (
-        f"goes on from {tmp_path / 'checkpoint-2'}, and {tmp_path} holds files of the model that was saved there. They are moved"
+        f"{tmp_path} holds the files of a saved model from before this run, which goes on from {tmp_path / 'checkpoint-2'}. They are moved"
     ) in caplog.text
 
 

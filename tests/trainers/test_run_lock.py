@@ -74,7 +74,7 @@ def test_a_run_that_begins_anew_is_resumed_from_its_own_checkpoint(make, runs, c
     lines = [record.getMessage() for record in caplog.records if "_earlier-1" in record.getMessage()]
     aside = runs.output_dir / "_earlier-1"
     assert lines == [
-        f"{runs.output_dir} holds checkpoints of another run (checkpoint-2, checkpoint-4, checkpoint-6), and this one begins "
+        f"{runs.output_dir} holds checkpoint-2, checkpoint-4, checkpoint-6 from before this run, which begins "
         f"anew. They are moved to {aside}, where nothing deletes them. To go on with one of them, stop this run and set "
         f"resume_from_checkpoint='{aside}/checkpoint-6'."
     ]

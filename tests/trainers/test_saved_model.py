@@ -94,18 +94,12 @@ def test_nothing_of_an_earlier_model_is_taken_for_the_new_one(tmp_path):
         (written / "part").mkdir()
         (written / "part" / "file").touch()
     assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()) == [
+        f"_earlier-1/{EMA_FILE}",
         "mine.safetensors",
         "model-00001-of-00001.safetensors",
         "models.safetensors",
         "part/file",
     ]
-
-
-def test_only_our_average_is_removed(tmp_path):
-    save_file({}, tmp_path / EMA_FILE)
-    with whole_model(tmp_path) as written:
-        save_file({}, written / "model.safetensors")
-    assert (tmp_path / EMA_FILE).is_file()
 
 
 def test_the_card_names_this_package_and_has_figures(runs):

@@ -64,27 +64,19 @@ def set_aside(
     if run_dir / COMPLETIONS in moved_record:
         # TRL has made the directory when the trainer was made.
         (run_dir / COMPLETIONS).mkdir()
-    text = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]}"
+    held = names if len(names) < 4 else [f"{names[0]} to {names[-1]}"]
+    held = [
+        *held,
+        *(path.name for path in [*exports, *moved_record]),
+        *(["the files of a saved model"] if model else []),
+    ]
     begins = "begins anew" if resumed_from is None else f"goes on from {resumed_from}"
-    held = [f"checkpoints of another run ({text})"] if others else []
-    if exports:
-        held.append(f"exports of another run ({', '.join(path.name for path in exports)})")
-    if model:
-        held.append("the model of another run")
-    if is_of_run and not held:
-        held.append("the record of another run")
-    if not held:
-        what = f"{run_dir} holds {', '.join(path.name for path in moved_record)}, not of this run, which {begins}"
-    elif last < 0:
-        what = f"{run_dir} holds {' and '.join(held)}, and this one {begins}"
-    elif others:
-        what = f"This run goes on from {resumed_from}, before {text}"
-    else:
-        what = f"This run goes on from {resumed_from}, and {run_dir} holds files of the model that was saved there"
     go_on = ""
     if others and not took_newest:
         go_on = f" To go on with one of them, stop this run and set resume_from_checkpoint={str(aside / names[-1])!r}."
-    logger.warning(f"{what}. They are moved to {aside}, where nothing deletes them.{go_on}")
+    logger.warning(
+        f"{run_dir} holds {', '.join(held)} from before this run, which {begins}. They are moved to {aside}, where nothing deletes them.{go_on}"
+    )
     return aside
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME, logging
@@ -83,17 +83,13 @@ def _move(source: Path, directory: Path) -> None:
                 path.unlink()
     # Files of an earlier model would be taken for those of the new one: upstream loads an adapter first.
     is_model_over_adapter = ADAPTER_CONFIG_NAME not in names and (directory / ADAPTER_CONFIG_NAME).is_file()
-    of_earlier = {QUANTIZATION_FILE, *(_OF_ADAPTER if is_model_over_adapter else ())} - names
+    of_earlier = {EMA_FILE, QUANTIZATION_FILE, *(_OF_ADAPTER if is_model_over_adapter else ())} - names
     if stale := [directory / name for name in sorted(of_earlier) if (directory / name).is_file()]:
         aside = move_aside(directory, stale)
         logger.warning(
             f"{directory} holds {', '.join(path.name for path in stale)} of an earlier model, not of the one that is saved there "
             f"now. They are moved to {aside}, where nothing deletes them."
         )
-    average = directory / EMA_FILE
-    if EMA_FILE not in names and average.is_file() and _is_average(average):
-        # It is of an earlier model.
-        average.unlink()
     sync_directory(directory)
 
 
@@ -104,15 +100,6 @@ def files_of_model(directory: Path) -> list[Path]:
     weights = [name for name in names if name in own or _WEIGHTS.fullmatch(name)]
     beside = [name for name in names if _BESIDE.fullmatch(name)] if weights else []
     return [directory / name for name in sorted({*weights, *beside})]
-
-
-def _is_average(path: Path) -> bool:
-    """Whether a file is an average that a run wrote."""
-    try:
-        with safe_open(path, "pt") as file:
-            return UPDATES in (file.metadata() or {})
-    except SafetensorError:
-        return False
 
 
 def is_of_disk(error: Exception) -> bool:
