@@ -47,8 +47,17 @@ class TeacherCache:
 
     def __init__(self, directory: str | Path, preload: bool = False):
         self.directory = Path(directory)
-        self.manifest = read_manifest(self.directory)
-        shards = self.manifest.shards
+        manifest = read_manifest(self.directory)
+        if manifest is None:
+            raise UserError(
+                f"kd_cache={str(self.directory)!r} holds no teacher's cache. Build it: {MAKE} {self.directory}."
+            )
+        if not manifest.is_complete:
+            raise UserError(
+                f"The teacher's cache {self.directory} is not complete: {manifest.sequences_written} of {manifest.sequences} sequences "
+                f"are there. Finish it with the command that started it: {MAKE} {self.directory}."
+            )
+        self.manifest, shards = manifest, manifest.shards
         for shard in tqdm(shards, "checking the teacher's cache", disable=len(shards) < 8, leave=False):
             if (problem := find_damage(self.directory, shard, verify=True)) is not None:
                 raise UserError(

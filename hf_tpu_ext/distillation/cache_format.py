@@ -11,6 +11,7 @@ What the files of a teacher's cache hold. For each position with logits `z`:
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,7 @@ from ..errors import UserError
 
 
 MANIFEST = "manifest.json"
-#: What stands in the place of the manifest until the last shard is written.
-PROGRESS = "progress.json"
-_FORMATS = "hf_tpu_ext teacher cache "
-FORMAT = f"{_FORMATS}2"
+FORMAT = "hf_tpu_ext teacher cache 2"
 # Less of the teacher's mass than this in the top K is a warning.
 _LOW_COVERAGE = 0.5
 MAKE = "hf-tpu cache-teacher --config recipe.yaml --kd_cache"
@@ -90,22 +88,42 @@ class Shard:
 @dataclasses.dataclass(frozen=True)
 class CacheManifest(CacheSettings):
     """
-    What a complete cache holds.
+    What a cache holds, complete or not: it is written anew after each file.
 
     Args:
-        coverage (`tuple[float, ...]`): For each temperature, the mean of the teacher's mass in the top K.
-        bytes_per_token (`float`): Size of all shards by the number of tokens.
-        largest_id (`int`): Largest token id among the entries.
         sequences_per_shard (`int`): Sequences in each file but the last.
-        shards (`tuple[Shard, ...]`): The files.
+        shards (`tuple[Shard, ...]`): The files that are written.
         **kwargs: All fields of [`CacheSettings`].
     """
 
-    coverage: tuple[float, ...]
-    bytes_per_token: float
-    largest_id: int
     sequences_per_shard: int
     shards: tuple[Shard, ...]
+
+    @property
+    def sequences_written(self) -> int:
+        """Sequences in the files that are written."""
+        return sum(shard.sequences for shard in self.shards)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all files are written."""
+        return self.sequences_written == self.sequences
+
+    @property
+    def coverage(self) -> tuple[float, ...]:
+        """For each temperature, the mean of the teacher's mass in the top K of a complete cache."""
+        of_shards = zip(*(shard.coverage_sums for shard in self.shards), strict=True)
+        return tuple(math.fsum(sums) / self.tokens for sums in of_shards)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Size of all files of a complete cache by the number of tokens."""
+        return sum(shard.bytes for shard in self.shards) / self.tokens
+
+    @property
+    def largest_id(self) -> int:
+        """Largest token id among the entries."""
+        return max(shard.largest_id for shard in self.shards)
 
     def warn_of_tail(self, temperature: float) -> list[str]:
         """The warning, if one is due, that the top K hold little of the teacher's mass at one of the temperatures."""
@@ -192,43 +210,6 @@ def read_sequence(shard: pa.ipc.RecordBatchFileReader, number: int) -> dict[str,
     }
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Read a manifest or a progress, `None` where there is none; `ValueError` if it is not of this version."""
-    if not path.is_file():
-        return None
-    content = _content(path)
-    if content.pop("format", None) == FORMAT:
-        # Caches of earlier versions say whether they were built with --compact.
-        if content.get("settings", content).pop("compact", False):
-            raise UserError(
-                f"{path} is of a cache that was built with --compact, a form that is no longer read. Build the cache again in "
-                f"another directory: {MAKE} DIR"
-            )
-        return content
-    if is_of_a_cache(path):
-        raise UserError(
-            f"{path} was not written by this version (expected format {FORMAT!r}). Give another directory, or rebuild "
-            f"the cache: {MAKE} {path.parent} --overwrite."
-        )
-    raise UserError(
-        f"{path} is not a file of a teacher's cache (expected format {FORMAT!r}), and is left as it is. Give another directory, or "
-        "move the file away."
-    )
-
-
-def is_of_a_cache(path: Path) -> bool:
-    """Whether a manifest or a progress was written by this package, in any version."""
-    return str(_content(path).get("format")).startswith(_FORMATS)
-
-
-def _content(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def shard_name(number: int) -> str:
     """Name of a file of a cache."""
     return f"shard-{number:05d}.arrow"
@@ -244,22 +225,25 @@ def names_of_shards(sequences: int, sequences_per_shard: int) -> list[str]:
     return [shard_name(number) for number in range(-(-sequences // sequences_per_shard))]
 
 
-def read_shards(content: dict[str, Any]) -> tuple[Shard, ...]:
-    """The files that a manifest or a progress lists."""
-    return tuple(Shard(**{**shard, "coverage_sums": tuple(shard["coverage_sums"])}) for shard in content["shards"])
-
-
-def read_manifest(directory: Path) -> CacheManifest:
-    """Read what a complete cache holds; a `ValueError` says that there is none, or how to complete it."""
-    content = read_json(directory / MANIFEST)
-    if content is None:
-        progress = read_json(directory / PROGRESS)
-        if progress is not None:
-            num_sequences = sum(shard["sequences"] for shard in progress["shards"])
-            raise UserError(
-                f"The teacher's cache {directory} is not complete: {num_sequences} of {progress['settings']['sequences']} sequences "
-                f"are there. Finish it with the command that started it: {MAKE} {directory}."
-            )
-        raise UserError(f"kd_cache={str(directory)!r} holds no teacher's cache. Build it: {MAKE} {directory}.")
-    content = {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}
-    return CacheManifest(**{**content, "shards": read_shards(content)})
+def read_manifest(directory: Path) -> CacheManifest | None:
+    """Read what a cache holds, `None` where there is none; `ValueError` if the file is of something else or another version."""
+    path = directory / MANIFEST
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        content = None
+    # Caches that an earlier version built with --compact have this format, too, but other arrays.
+    if not isinstance(content, dict) or content.get("format") != FORMAT or content.get("compact"):
+        raise UserError(
+            f"{path} is not of a teacher's cache that this version can read (format {FORMAT!r}), and is left as it is. Give another "
+            f"directory ({MAKE} DIR), or move the file away."
+        )
+    # Earlier versions also wrote what is computed from the files now.
+    values = {field.name: content[field.name] for field in dataclasses.fields(CacheManifest)}
+    values["temperatures"] = tuple(values["temperatures"])
+    values["shards"] = tuple(
+        Shard(**{**shard, "coverage_sums": tuple(shard["coverage_sums"])}) for shard in values["shards"]
+    )
+    return CacheManifest(**values)

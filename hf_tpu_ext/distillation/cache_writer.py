@@ -4,7 +4,6 @@ import dataclasses
 import errno
 import hashlib
 import json
-import math
 import re
 import shutil
 from functools import partial
@@ -21,16 +20,12 @@ from ..formatting import format_bytes
 from .cache_format import (
     FORMAT,
     MANIFEST,
-    PROGRESS,
     CacheManifest,
     CacheSettings,
     Shard,
     find_damage,
-    is_of_a_cache,
     names_of_shards,
-    read_json,
     read_manifest,
-    read_shards,
     shard_name,
     shard_number,
     temperatures_with_normaliser,
@@ -58,12 +53,12 @@ class CacheWriter:
     Writes a cache.
 
     Files hold as many sequences each as when the build began, in the order of `keys`. A file is written under another name
-    first and then renamed, and noted in `progress.json` after that; the manifest comes last and takes its place. A build with
-    the same settings continues with the files that are not there yet, so that the result is the same, byte for byte, as if it
-    had never been stopped.
+    first and then renamed, and listed in the manifest after that; the cache is complete when all are listed. A build with the
+    same settings continues with the files that are not there yet, so that the result is the same, byte for byte, as if it had
+    never been stopped.
 
-    What else is in the directory stays as it is. A file by the name of one of the cache's that no earlier build has announced in
-    its manifest or progress is not overwritten, but refused.
+    What else is in the directory stays as it is. A file by the name of one of the cache's that no earlier build has announced by
+    its manifest is not overwritten, but refused.
 
     Args:
         directory (`str` or `Path`): Directory of the cache.
@@ -94,22 +89,18 @@ class CacheWriter:
         fitting = _MOST_BYTES // (settings.token_bytes * max(lengths))
         self._per_shard = max(1, min(_MOST_SEQUENCES, fitting))
         self._shards: dict[int, Shard] = {}
-        #: Whether its manifest is written.
-        self.complete = False
         self.processes = processes
         same = len(set(processes.exchange("the settings of a cache", settings))) == 1
         assert same, "processes have prepared different data"
         # All processes go on from the directory as the first finds it.
-        self.complete, self._per_shard, self._shards = processes.by_first(
-            "the beginning of a cache", partial(self._begin, overwrite)
-        )
+        self._per_shard, self._shards = processes.by_first("the beginning of a cache", partial(self._begin, overwrite))
 
-    def _begin(self, overwrite: bool) -> tuple[bool, int, dict[int, Shard]]:
+    def _begin(self, overwrite: bool) -> tuple[int, dict[int, Shard]]:
         self.directory.mkdir(parents=True, exist_ok=True)
         announced_files = self._continue(overwrite)
         if not self.complete:
             self._clear(announced_files)
-        return self.complete, self._per_shard, self._shards
+        return self._per_shard, self._shards
 
     def _clear(self, announced_files: set[str]) -> None:
         """Delete what is left of `announced_files` that are not current, and announce those of this build."""
@@ -117,12 +108,13 @@ class CacheWriter:
         for name in names_of_shards(len(self._keys), self._per_shard):
             if name not in announced_files and (self.directory / name).exists():
                 raise UserError(
-                    f"{self.directory / name} is not of a teacher's cache that was begun in this directory, and is left as it is. Give "
-                    "another directory (--output_dir DIR), or move the file away."
+                    f"{self.directory / name} is not of a teacher's cache that this version has begun in this directory, and is left as it "
+                    "is. Give another directory (--output_dir DIR), or move the file away: a build that an earlier version has begun "
+                    "starts over."
                 )
         leftovers = [self.directory / name for name in announced_files - current]
         # `write_atomically` leaves parts of files where it is killed.
-        names = {*announced_files, MANIFEST, PROGRESS} if announced_files else set()
+        names = {*announced_files, MANIFEST} if announced_files else set()
         for path in self.directory.glob(".*.tmp"):
             match = re.fullmatch(r"\.(.+)\.[0-9a-f]{8}\.tmp", path.name)
             if match is not None and match[1] in names:
@@ -131,12 +123,15 @@ class CacheWriter:
         room = shutil.disk_usage(self.directory).free + sum(path.stat().st_size for path in leftovers)
         if self.bytes_to_write > room:
             raise UserError(self._no_room("Not enough disk space"))
-        # They are deleted while the file that announces them is there.
+        # They are deleted while the manifest that announces them is there.
         for path in leftovers:
             path.unlink()
-        # A directory without a manifest is not taken for a whole cache. The progress to continue from is written before it is deleted.
-        self._note_progress()
-        (self.directory / MANIFEST).unlink(missing_ok=True)
+        self._write_manifest()
+
+    @property
+    def complete(self) -> bool:
+        """Whether all files are written."""
+        return not self.pending
 
     @property
     def pending(self) -> list[range]:
@@ -159,7 +154,7 @@ class CacheWriter:
             entry for entry in self.processes.exchange("a file of a cache", own_entry) if entry is not None
         )
         if self.processes.index == 0:
-            self._note_progress()
+            self._write_manifest()
 
     def _write_file(self, sequences: range, rows: list[Any]) -> tuple[int, Shard]:
         temperatures = self.settings.temperatures
@@ -206,87 +201,59 @@ class CacheWriter:
             )
 
     def finish(self) -> CacheManifest:
-        """Write the manifest, which makes the cache complete, and return it."""
-        self.processes.by_first("the end of a cache", self._finish)
-        self.complete = True
-        return read_manifest(self.directory)
+        """Make sure that all files are there, and return what the cache holds."""
+        assert self.complete
+        self.processes.by_first("the end of a cache", self._check_files)
+        return self._manifest
 
-    def _finish(self) -> None:
-        if not self.complete:
-            assert not self.pending
-            shards = [shard for _, shard in sorted(self._shards.items())]
-            for shard in shards:
-                if (damage := find_damage(self.directory, shard, verify=False)) is not None:
-                    raise UserError(
-                        f"{self.directory / shard.file} {damage}. Processes of several machines have to write to the same "
-                        "directory: give one that all of them see, --output_dir DIR"
-                    )
-            size, tokens = sum(shard.bytes for shard in shards), self.settings.tokens
-            coverage_sums = zip(*(shard.coverage_sums for shard in shards), strict=True)
-            manifest = CacheManifest(
-                **dataclasses.asdict(self.settings),
-                coverage=tuple(math.fsum(sums) / tokens for sums in coverage_sums),
-                bytes_per_token=size / tokens,
-                largest_id=max(shard.largest_id for shard in shards),
-                sequences_per_shard=self._per_shard,
-                shards=tuple(shards),
-            )
-            self._write_whole(MANIFEST, _json(dataclasses.asdict(manifest)))
-        (self.directory / PROGRESS).unlink(missing_ok=True)
+    def _check_files(self) -> None:
+        for shard in self._manifest.shards:
+            if (damage := find_damage(self.directory, shard, verify=False)) is not None:
+                raise UserError(
+                    f"{self.directory / shard.file} {damage}. Processes of several machines have to write to the same "
+                    "directory: give one that all of them see, --output_dir DIR"
+                )
 
     def _continue(self, overwrite: bool) -> set[str]:
         """
         Take up what is there, if it was made with the same settings. Returns the names of the files that were announced: those
         of this cache or one that is to be discarded.
         """
-        paths = [self.directory / name for name in (MANIFEST, PROGRESS)]
-        try:
-            manifest, progress = map(read_json, paths)
-        except ValueError:
-            if overwrite and all(is_of_a_cache(path) for path in paths if path.exists()):
-                # Files of another version have other names, and are left where they are.
-                return set()
-            raise
-        announced_files: set[str] = set()
-        for record, settings in ((manifest, manifest), (progress, progress and progress["settings"])):
-            if record is not None:
-                announced_files |= set(names_of_shards(settings["sequences"], record["sequences_per_shard"]))
-        record = manifest or progress
-        if record is None:
-            return announced_files
-        try:
-            self._compare(manifest or progress["settings"])
-        except ValueError:
-            if overwrite:
-                return announced_files
-            raise
-        self._per_shard = record["sequences_per_shard"]
-        # Whoever makes a complete cache again has a reason to doubt its files.
-        for shard in read_shards(record):
-            if (damage := find_damage(self.directory, shard, verify=manifest is not None)) is None:
-                self._shards[shard_number(shard.file)] = shard
-            else:
-                logger.warning(f"{self.directory / shard.file} {damage}, and is rebuilt.")
-        self.complete = manifest is not None and not self.pending
-        return announced_files
+        earlier = read_manifest(self.directory)
+        if earlier is None:
+            return set()
+        if differences := self._differences(earlier):
+            if not overwrite:
+                raise UserError(
+                    f"{self.directory} holds a teacher's cache that was built with other settings: {'; '.join(differences)}. Give "
+                    "another directory (--output_dir DIR), or start over and discard it (--overwrite)."
+                )
+        else:
+            self._per_shard = earlier.sequences_per_shard
+            for shard in earlier.shards:
+                # Whoever makes a complete cache again has a reason to doubt its files.
+                if (damage := find_damage(self.directory, shard, verify=earlier.is_complete)) is None:
+                    self._shards[shard_number(shard.file)] = shard
+                else:
+                    logger.warning(f"{self.directory / shard.file} {damage}, and is rebuilt.")
+        return set(names_of_shards(earlier.sequences, earlier.sequences_per_shard))
 
-    def _compare(self, before: dict[str, Any]) -> None:
-        current = json.loads(json.dumps(dataclasses.asdict(self.settings)))
-        differences = [
-            _HASHED.get(name, f"{name} is {current[name]!r} and was {before[name]!r}")
-            for name in current
-            if before[name] != current[name]
+    def _differences(self, earlier: CacheSettings) -> list[str]:
+        current, before = vars(self.settings), vars(earlier)
+        return [
+            _HASHED.get(name, f"{name} is {value!r} and was {before[name]!r}")
+            for name, value in current.items()
+            if value != before[name]
         ]
-        if differences:
-            raise UserError(
-                f"{self.directory} holds a teacher's cache that was built with other settings: {'; '.join(differences)}. Give another "
-                "directory (--output_dir DIR), or start over and discard it (--overwrite)."
-            )
 
-    def _note_progress(self) -> None:
-        shards = [dataclasses.asdict(shard) for _, shard in sorted(self._shards.items())]
-        content = {"sequences_per_shard": self._per_shard, "shards": shards}
-        self._write_whole(PROGRESS, _json({"settings": dataclasses.asdict(self.settings), **content}))
+    @property
+    def _manifest(self) -> CacheManifest:
+        shards = tuple(shard for _, shard in sorted(self._shards.items()))
+        return CacheManifest(**vars(self.settings), sequences_per_shard=self._per_shard, shards=shards)
+
+    def _write_manifest(self) -> None:
+        content = {"format": FORMAT, **dataclasses.asdict(self._manifest)}
+        self._write_whole(MANIFEST, json.dumps(content, indent=1) + "\n")
 
     # ---- Room ----
 
@@ -298,7 +265,7 @@ class CacheWriter:
             for sequences in self.pending
         )
 
-    def _write_whole(self, name: str, data: bytes) -> None:
+    def _write_whole(self, name: str, data: bytes | str) -> None:
         """Write a file, which appears when it is complete. A full disk is a `ValueError`."""
         try:
             write_atomically(self.directory / name, data)
@@ -314,7 +281,3 @@ class CacheWriter:
             f"{format_bytes(shutil.disk_usage(self.directory).free)} are free there. Free some, give another directory "
             f"(--output_dir DIR), or make it smaller: a smaller --kd_top_k."
         )
-
-
-def _json(content: dict[str, Any]) -> bytes:
-    return (json.dumps({"format": FORMAT, **content}, indent=1) + "\n").encode()

@@ -1,5 +1,6 @@
 """Builds a cache and says where it is, waiting for an answer there, so that `test_cache_kill.py` can kill it at any point."""
 
+import json
 import os
 import sys
 
@@ -62,9 +63,13 @@ class _SaysWhereItIs:
         return getattr(os, name)
 
     def replace(self, source, target):
-        self._reach(f"rename to {target.name}")
+        name = target.name
+        if name == "manifest.json":
+            # It is written after each file.
+            name += f" of {len(json.loads(source.read_text())['shards'])} files"
+        self._reach(f"rename to {name}")
         os.replace(source, target)
-        self._reach(f"renamed to {target.name}")
+        self._reach(f"renamed to {name}")
 
 
 def build(model_dir, rows_dir, directory, reach):

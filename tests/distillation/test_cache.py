@@ -161,30 +161,33 @@ def test_damaged_file_is_named_and_rebuilt(make_cache, own_cache_dir, cache_dir,
     make_cache(own_cache_dir)
     for path in cache_dir.iterdir():
         assert (own_cache_dir / path.name).read_bytes() == path.read_bytes()
-    assert not (own_cache_dir / "progress.json").exists()
+    assert {path.name for path in own_cache_dir.iterdir()} == {path.name for path in cache_dir.iterdir()}
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        *((content, "is not a file of a teacher's cache") for content in ("", "{", "[]", "{}", '{"format": 2}')),
-        ('{"format": "hf_tpu_ext teacher cache 1"}', "was not written by this version"),
-        (
-            f'{{"format": "{FORMAT}", "compact": true}}',
-            "is of a cache that was built with --compact, a form that is no longer read",
-        ),
-    ],
-)
-def test_manifest_of_something_else(own_cache_dir, content, message):
+OF_ANOTHER_VERSION = '{"format": "hf_tpu_ext teacher cache 1"}'
+COMPACT = f'{{"format": "{FORMAT}", "compact": true}}'
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"format": 2}', OF_ANOTHER_VERSION, COMPACT])
+def test_manifest_of_something_else(own_cache_dir, content):
     (own_cache_dir / "manifest.json").write_text(content)
-    with pytest.raises(ValueError, match=f"manifest.json {message}"):
+    message = (
+        r"manifest\.json is not of a teacher's cache that this version can read .*, and is left as it is\. "
+        r"Give another directory \(hf-tpu cache-teacher .* --kd_cache DIR\), or move the file away\."
+    )
+    with pytest.raises(ValueError, match=message):
         TeacherCache(own_cache_dir)
 
 
-def test_a_cache_of_an_earlier_version_that_is_not_compact(own_cache_dir):
+def test_a_cache_of_an_earlier_version_that_is_not_compact(own_cache_dir, make_cache):
     path = own_cache_dir / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"compact": False}))
-    TeacherCache(own_cache_dir)
+    # What is computed from the files now was written, too.
+    more = {"compact": False, "coverage": [0.5, 0.4], "bytes_per_token": 1.0, "largest_id": 7}
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    before = path.read_bytes()
+    manifest = TeacherCache(own_cache_dir).manifest
+    assert make_cache(own_cache_dir) == manifest and path.read_bytes() == before
+    assert manifest.largest_id == max(shard.largest_id for shard in manifest.shards) != 7
 
 
 # ---- A cache of another run ----
@@ -272,16 +275,40 @@ def test_overwriting_that_was_stopped_continues(own_cache_dir, tiny_teacher, row
     assert writer.pending == [range(24, 25)]
 
 
-def test_overwriting_a_cache_of_an_earlier_version(make_cache, tmp_path):
-    (tmp_path / "manifest.json").write_text('{"format": "hf_tpu_ext teacher cache 1"}')
-    (tmp_path / "shard-00000.safetensors").write_text("earlier")
-    assert make_cache(tmp_path, overwrite=True).sequences == 25
+def test_a_cache_of_an_earlier_version_is_left_as_it_is(make_cache, rows, tiny_teacher, tmp_path):
+    files = {"manifest.json": OF_ANOTHER_VERSION, "shard-00000.safetensors": "earlier"}
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=r"manifest\.json is not of .*, or move the file away"):
+        make_writer(tmp_path, tiny_teacher, rows, overwrite=True)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == files
+    (tmp_path / "manifest.json").rename(tmp_path / "earlier.json")
+    assert make_cache(tmp_path).sequences == 25
     assert (tmp_path / "shard-00000.safetensors").read_text() == "earlier"
+
+
+def test_a_build_that_an_earlier_version_has_begun_starts_over(make_cache, own_cache_dir, rows, tiny_teacher):
+    """It noted its files in `progress.json`, which is not read any more."""
+    (own_cache_dir / "manifest.json").rename(own_cache_dir / "progress.json")
+    before = {path.name: path.read_bytes() for path in own_cache_dir.iterdir()}
+    message = "move the file away: a build that an earlier version has begun starts over"
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match=message):
+            make_writer(own_cache_dir, tiny_teacher, rows, overwrite=overwrite)
+        with pytest.raises(ValueError, match="holds no teacher's cache"):
+            TeacherCache(own_cache_dir)
+    assert {path.name: path.read_bytes() for path in own_cache_dir.iterdir()} == before
+    for path in own_cache_dir.glob("*.arrow"):
+        path.rename(path.with_suffix(".old"))
+    assert make_cache(own_cache_dir).is_complete
+    for path in own_cache_dir.glob("*.old"):
+        assert path.read_bytes() == before[path.with_suffix(".arrow").name]
 
 
 # ---- Files of somebody else ----
 
 FOREIGN = ["shard-00000-of-00003.parquet", "shard-00000.parquet", "shard-00099.arrow", ".draft.tmp", ".x.0123abcd.tmp"]
+FOREIGN += ["progress.json", ".progress.json.0123abcd.tmp"]
 
 
 def _write(directory, names):
@@ -311,7 +338,7 @@ def test_files_of_somebody_else_are_left_as_they_are(make_cache, rows, tiny_teac
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("name", ["shard-00002.arrow", "manifest.json", "progress.json"])
+@pytest.mark.parametrize("name", ["shard-00002.arrow", "manifest.json"])
 def test_file_of_somebody_else_with_a_name_of_the_cache_is_refused(rows, tiny_teacher, tmp_path, name, overwrite):
     names = [name, *FOREIGN]
     _write(tmp_path, names)
@@ -339,7 +366,7 @@ def test_what_a_killed_build_has_left_is_removed(rows, tiny_teacher, make_cache,
     left = ["shard-00001.arrow", ".shard-00002.arrow.0123abcd.tmp", ".manifest.json.89abcdef.tmp"]
     _write(tmp_path, left)
     make_writer(tmp_path, tiny_teacher, rows)
-    assert {path.name for path in tmp_path.iterdir()} == {"progress.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"manifest.json"}
 
 
 @pytest.mark.parametrize(
@@ -361,7 +388,7 @@ def test_answers_that_no_teacher_can_mean_are_not_kept(rows, tiny_teacher, tmp_p
     )
     with pytest.raises(ValueError, match=message):
         writer.write(range(1), [answer])
-    assert [path.name for path in tmp_path.iterdir()] == ["progress.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
 
 
 def test_complete_cache_is_left_alone(own_cache_dir, make_cache):

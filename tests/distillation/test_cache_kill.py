@@ -10,6 +10,8 @@ import cache_driver
 import forked
 import pytest
 
+from hf_tpu_ext.distillation.cache import TeacherCache
+
 
 def build_and_kill(arguments, kill_at, delay):
     """Build in a process of its own, and kill it `delay` seconds after it reached `kill_at`."""
@@ -34,14 +36,17 @@ def test_killed_build_is_the_same_byte_for_byte(xla, tiny_teacher, rows, tmp_pat
     arguments = (tiny_teacher, tmp_path / "rows")
     moments = []
     cache_driver.build(*arguments, tmp_path / "undisturbed", moments.append)
-    # `progress.json` is written many times; and before the first file is written there is nothing to go on from.
-    once = [moment for moment in moments if moments.count(moment) == 1]
-    after_first = once[once.index("renamed to shard-00000.arrow") :]
+    assert len(set(moments)) == len(moments)
+    # Before the first file is written there is nothing to go on from.
+    after_first = moments[moments.index("renamed to shard-00000.arrow") :]
 
     rng = random.Random(kills)
-    for moment in sorted(rng.sample(after_first, kills), key=once.index):
+    for moment in sorted(rng.sample(after_first, kills), key=moments.index):
         build_and_kill((*arguments, tmp_path / "killed"), moment, delay=rng.uniform(0, 0.02))
-        assert not (tmp_path / "killed" / "manifest.json").exists() or "manifest" in moment
+        # The last manifest makes it complete.
+        if "manifest.json of 7 files" not in moment:
+            with pytest.raises(ValueError, match="is not complete"):
+                TeacherCache(tmp_path / "killed")
     moments_of_last = []
     cache_driver.build(*arguments, tmp_path / "killed", moments_of_last.append)
     assert len(moments_of_last) < len(moments)

@@ -12,6 +12,7 @@ import pytest
 from processes_driver import KINDS, LEARNS, SAVES, TAUGHT, assert_same, build, in_processes, of_test, taught_rows
 from safetensors.torch import load_file
 
+from hf_tpu_ext.distillation.cache import TeacherCache
 from hf_tpu_ext.trainers.checkpoint.verification import find_damage
 
 
@@ -280,8 +281,10 @@ def test_cache_whose_build_lost_a_process_is_the_same_byte_for_byte(tiny_model, 
     spec = {name: build(tmp_path / name, tiny_model, teacher, data, per_file=2) for name in ("whole", "killed")}
     killed = build(tmp_path / "killed", tiny_model, teacher, data, per_file=2, dies_at=3)
     in_processes({"killed": killed}, tiny_model, tmp_path / "first", lost=True)
-    progress = json.loads((tmp_path / "killed/cache/progress.json").read_text())
-    assert len(progress["shards"]) == 4 and not (tmp_path / "killed/cache/manifest.json").exists()
+    manifest = json.loads((tmp_path / "killed/cache/manifest.json").read_text())
+    assert len(manifest["shards"]) == 4
+    with pytest.raises(ValueError, match="is not complete"):
+        TeacherCache(tmp_path / "killed/cache")
     noted, _ = in_processes(spec, tiny_model, tmp_path / "second")
     assert [each["whole"]["files"] for each in noted] == [6, 6]
     assert [each["killed"]["files"] for each in noted] == [4, 4]
