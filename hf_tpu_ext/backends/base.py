@@ -282,8 +282,13 @@ class Backend(ABC):
         return nullcontext()
 
     def compiles(self) -> int:
-        """Programs compiled so far. Cheap enough to be asked many times a step."""
+        """Programs compiled so far. Cheap enough to be asked at every step."""
         return 0
+
+    @property
+    def compile_mark(self) -> Callable[[], object]:
+        """What returns something else once a program was compiled. Cheap enough to be called many times a step."""
+        return int
 
     def counters(self) -> Counters:
         """What the runtime has compiled, run and transferred so far."""

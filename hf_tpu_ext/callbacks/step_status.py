@@ -29,30 +29,27 @@ class PhaseClock:
     compiled in one of them, also by code of the user's, is of the phase `"compile"`.
 
     Args:
-        compiles (`Callable[[], int]`, *optional*): Counts the programs compiled so far. By default none is.
+        compile_mark (`Callable[[], object]`, *optional*):
+            Returns something else once a program was compiled. By default none is.
         compile_seconds (`Callable[[], float]`, *optional*): Tells the seconds of compiling so far.
     """
 
-    def __init__(self, compiles: Callable[[], int] = int, compile_seconds: Callable[[], float] = float):
+    def __init__(self, compile_mark: Callable[[], object] = int, compile_seconds: Callable[[], float] = float):
         #: Seconds of each phase that has ended, by its name.
         self.seconds: Counter[str] = Counter()
         self._phase: str | None = None
         self._since = 0.0
-        self._compiles, self._compile_seconds = compiles, compile_seconds
-        self._compiled, self._seconds_of_compiling = compiles(), compile_seconds()
+        self._compile_mark, self._compile_seconds = compile_mark, compile_seconds
+        self._mark, self._seconds_of_compiling = compile_mark(), compile_seconds()
 
     def enter(self, phase: str | None) -> str | None:
         """End the phase under way, which is returned, and begin another; `None` stops the clock."""
-        now, compiled = time.perf_counter(), self._compiles()
+        now, mark = time.perf_counter(), self._compile_mark()
         previous = self._phase
         if previous is not None:
             self.seconds[previous] += now - self._since
-        if compiled != self._compiled:
-            before, self._compiled, self._seconds_of_compiling = (
-                self._seconds_of_compiling,
-                compiled,
-                self._compile_seconds(),
-            )
+        if mark != self._mark:
+            before, self._mark, self._seconds_of_compiling = self._seconds_of_compiling, mark, self._compile_seconds()
             if previous is not None:
                 self.seconds[previous] -= self._seconds_of_compiling - before
                 self.seconds["compile"] += self._seconds_of_compiling - before
@@ -115,7 +112,7 @@ class StepStatus(TrainerCallback):
         self._backend = backend
         self._kind_of_step = kind_of_step
         self._flops = None if backend.chip is None else flops
-        self.clock = PhaseClock(backend.compiles, lambda: backend.counters().compile_seconds)
+        self.clock = PhaseClock(backend.compile_mark, lambda: backend.counters().compile_seconds)
         self._reset()
 
     def _reset(self) -> None:

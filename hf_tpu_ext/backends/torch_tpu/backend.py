@@ -309,6 +309,10 @@ class TorchTPUBackend(Backend):
         stats = torch.tpu._get_cache_stats()
         return stats.num_cache_reqs - stats.num_cache_hits
 
+    @property
+    def compile_mark(self) -> Callable[[], object]:
+        return self.compiles
+
     def counters(self) -> Counters:
         stats = torch.tpu._get_cache_stats()
         misses = stats.num_cache_reqs - stats.num_cache_hits
