@@ -281,16 +281,16 @@ class ShapeGuard:
         # A dict and not a set: the error names the shape that came first.
         self._shapes: dict[frozenset[tuple[str, torch.Size]], dict[str, torch.Size]] = {}
 
-    def check(self, batch: Mapping[str, Any]) -> None:
-        """Records the shapes of a batch; `UserError` if they are one more than `limit`."""
+    def check(self, batch: Mapping[str, Any], of_own_loader: bool = False) -> None:
+        """Records the shapes of a batch, which may be `of_own_loader` of the user's; `UserError` if they are one more than `limit`."""
         shapes = {key: value.shape for key, value in batch.items() if isinstance(value, Tensor)}
         if (signature := frozenset(shapes.items())) in self._shapes:
             return
         if len(self._shapes) == self.limit:
-            raise UserError(self._describe(shapes))
+            raise UserError(self._describe(shapes, of_own_loader))
         self._shapes[signature] = shapes
 
-    def _describe(self, new: dict[str, torch.Size]) -> str:
+    def _describe(self, new: dict[str, torch.Size], of_own_loader: bool) -> str:
         earlier = [*self._shapes.values()]
         first = earlier[0]
         changed_keys = [key for key in first | new if first.get(key) != new.get(key)]
@@ -305,7 +305,9 @@ class ShapeGuard:
         else:
             length = f" (`max_length={self.lengths[-1]}`)" if self.lengths else ""
             fix = f"Pad `{key}` in the data collator to a fixed length{length}"
-            if "input_ids" in changed_keys:
+            if of_own_loader:
+                fix += ": batches of a data loader of your own are taken as they are"
+            elif "input_ids" in changed_keys:
                 fix += (
                     ", or declare the length of the longest row, to which batches with `input_ids` are then padded: "
                     f"{_setting('max_length=...', self.config_name)}, for several lengths with `length_buckets=[...]`"

@@ -229,6 +229,17 @@ def test_guard_names_the_first_undeclared_length():
         guard.check(batch_of(4, 9))
 
 
+def test_guard_asks_a_loader_of_ones_own_to_pad():
+    """A declared length would change nothing: its batches are taken as they are."""
+    guard = ShapeGuard(1, [16])
+    guard.check(batch_of(4, 8), of_own_loader=True)
+    with pytest.raises(
+        ValueError, match=r"Pad `input_ids` in the data collator to a fixed length \(`max_length=16`\): "
+    ) as told:
+        guard.check(batch_of(4, 9), of_own_loader=True)
+    assert "declare the length" not in str(told.value)
+
+
 def test_guard_names_the_key_that_varies():
     guard = ShapeGuard(2, [8, 16])
     guard.check(batch_of(4, 8, spans=torch.zeros(4, 3)))

@@ -2,10 +2,12 @@
 
 import gc
 import io
+import json
 import random
 import re
 import weakref
 from contextlib import redirect_stdout
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,7 +49,7 @@ def classify(xla, tiny_model, tmp_path_factory):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     dataset = classified_rows(tokenizer)
 
-    def train(cls, config_cls=TrainingArguments, **config):
+    def train(cls, config_cls=TrainingArguments, resume_from_checkpoint=None, **config):
         torch.manual_seed(0)
         model = BertForSequenceClassification(
             BertConfig(
@@ -62,14 +64,12 @@ def classify(xla, tiny_model, tmp_path_factory):
         )
         args = config_cls(
             output_dir=str(tmp_path_factory.mktemp(cls.__name__)),
-            per_device_train_batch_size=4,
             num_train_epochs=2,
             logging_steps=1,
             eval_strategy="epoch",
-            save_strategy="no",
             report_to="none",
             disable_tqdm=True,
-            **config,
+            **{"per_device_train_batch_size": 4, "save_strategy": "no"} | config,
         )
         trainer = cls(
             model,
@@ -80,7 +80,7 @@ def classify(xla, tiny_model, tmp_path_factory):
             data_collator=DataCollatorWithPadding(tokenizer),
             compute_metrics=accuracy,
         )
-        trainer.train()
+        trainer.train(resume_from_checkpoint)
         return trainer
 
     return train
@@ -96,6 +96,27 @@ def test_plain_training_arguments(classify, stock, same_logs):
     ours = classify(TPUTrainer)
     same_logs(ours, stock)
     assert ours.watch.recompiles == 0 and len(ours.watch.programs) == 2
+
+
+def test_a_loss_that_grows_with_micro_steps_is_as_before_on_another_number_of_chips(classify, caplog):
+    """Upstream divides the loss of such a model by no accumulation, so that of the recipe is kept."""
+    config = dict(per_device_train_batch_size=4, max_steps=4, save_strategy="steps", save_steps=2)
+    whole = classify(TPUTrainer, **config)
+    checkpoint = Path(whole.args.output_dir) / "checkpoint-2"
+    state = json.loads((checkpoint / "run_state.json").read_text())
+    # As a run on two chips has written it.
+    state.update(num_workers=2, recipe_rows=[2, 1])
+    (checkpoint / "run_state.json").write_text(json.dumps(state))
+    (checkpoint / "manifest.json").unlink()
+    resumed = classify(
+        TPUTrainer, resume_from_checkpoint=str(checkpoint), **{**config, "per_device_train_batch_size": 2}
+    )
+    assert "To keep it on 1: 4 per chip x 1 gradient accumulation step." in caplog.text
+    numbers = [
+        [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+        for trainer in (resumed, whole)
+    ]
+    assert len(numbers[0]) == 4 and numbers[0] == [pytest.approx(each, rel=1e-5) for each in numbers[1]]
 
 
 class CallsTheModel(TPUTrainer):

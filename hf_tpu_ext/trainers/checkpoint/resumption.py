@@ -136,7 +136,7 @@ class ResumptionMixin:
             evaluates = self.args.eval_strategy != IntervalStrategy.NO
             self._evaluation_due = evaluates and state.get("evaluation_due", False)
             rows = self.args.per_device_train_batch_size
-            self.chips.keep_rows_per_step(state)
+            self.chips.keep_rows_per_step(state, keeps_accumulation=self.loss_grows_with_micro_steps)
             if self.args.per_device_train_batch_size != rows:
                 self._train_batch_size = self.args.train_batch_size
             self.load_metrics_state(state)

@@ -213,14 +213,14 @@ class Chips:
             "recipe_rows": self.recipe_rows,
         }
 
-    def keep_rows_per_step(self, state: dict[str, Any]) -> None:
+    def keep_rows_per_step(self, state: dict[str, Any], keeps_accumulation: bool = False) -> None:
         """
         Change the arguments so that a run that resumes keeps the global batch size of its checkpoint, whose `state` is what
         `batch_state` gave.
 
         On another number of chips the same recipe means another batch, and so another trajectory. If that is all that
-        has changed, accumulation makes up for it, or else the rows of a chip, or both. If the recipe asks for other rows,
-        it gets them.
+        has changed, accumulation makes up for it, or else the rows of a chip, or both; where it `keeps_accumulation`, the rows of
+        a chip alone. If the recipe asks for other rows, it gets them.
         """
         args, workers = self._args, self._num_workers
         rows = state.get("rows_per_step")
@@ -234,11 +234,11 @@ class Chips:
         rows_at_once = args.train_batch_size * args.world_size
         accumulation = args.gradient_accumulation_steps
         rows_of_process = args.train_batch_size * accumulation
-        if rows % rows_at_once == 0:
+        if rows % rows_at_once == 0 and not keeps_accumulation:
             args.gradient_accumulation_steps = rows // rows_at_once
         elif rows % (workers * args.gradient_accumulation_steps) == 0:
             args.per_device_train_batch_size = rows // (workers * args.gradient_accumulation_steps)
-        elif rows % workers == 0:
+        elif rows % workers == 0 and not keeps_accumulation:
             rows_of_chip = rows // workers
             # As many at once as divide them, and not more than the recipe has, which fit into the memory.
             at_once = next(n for n in range(args.per_device_train_batch_size, 0, -1) if rows_of_chip % n == 0)

@@ -236,6 +236,16 @@ class StepsMixin:
             and model.loss_type == "ForCausalLM"
         )
 
+    @property
+    def loss_grows_with_micro_steps(self) -> bool:
+        """
+        Whether a step of more micro-steps may have a greater loss: upstream leaves the division to a model whose `forward` takes
+        `num_items_in_batch`, which some losses, such as those of BERT's classifiers, do not use.
+        """
+        is_of_trl = self._owner_of_loss.__module__.startswith("trl.")
+        divides = is_of_trl or not self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        return not divides and not self._loss_sums_tokens(unwrap_peft_model(self.model))
+
     def why_not_local(self, model: nn.Module) -> str | None:
         """Why chips that compute the gradients of their rows by themselves would not give the same step, as a clause."""
         base = unwrap_peft_model(model)
