@@ -186,7 +186,7 @@ def _plan(
 
     from ..backends.selection import select_tracing
     from ..hardware.prices import PRICES
-    from ..plan.advice import advise, advise_besides, foresee
+    from ..plan.advice import advise
     from ..plan.compiler import jobs_at_once
     from ..plan.make import make_plan
     from ..plan.page import render, render_found
@@ -224,10 +224,9 @@ def _plan(
 
         jobs = jobs_at_once() if options.jobs is None else options.jobs
         programs, own = trace({})
-        if (line := foresee(programs, topology, own)) is not None:
-            print(line, file=sys.stderr, flush=True)
         plan = own_plan = compiler_of(programs, own)(jobs, options.hlo)
-        plan = replace(plan, advice=advise(plan, own, is_searched=options.search is not None))
+        searched = () if options.search is None else options.search or _SEARCHED
+        plan = replace(plan, advice=advise(plan, own, searched))
         print(render(plan))
         write_json(plan.to_json())
 
@@ -238,11 +237,11 @@ def _plan(
             return partial(compiler_of(*trace(changes)), quiet=True)
 
         if options.search is not None:
-            names, stopped = options.search or _SEARCHED, None
-            with closing(search(own_plan, own.settings, names, trace_variant, jobs)) as found_so_far:
+            stopped = None
+            with closing(search(own_plan, own.settings, searched, trace_variant, jobs)) as found_so_far:
                 try:
                     for found in found_so_far:
-                        plan = replace(found, advice=[*found.advice, *advise_besides(found, own)])
+                        plan = replace(found, advice=[*found.advice, *advise(found, own, searched)])
                         write_json(plan.to_json())
                 except _Stopped as error:
                     stopped = error

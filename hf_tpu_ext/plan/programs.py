@@ -67,15 +67,6 @@ class TracedProgram:
             for role in RESIDENT
         }
 
-    @property
-    def updated_weight_bytes(self) -> int:
-        """Bytes of a chip that the weights take whose place the program gives to their update."""
-        return sum(
-            argument.num_bytes_per_chip
-            for argument in self.arguments
-            if argument.role == "weights" and argument.is_donated
-        )
-
 
 @dataclass(frozen=True)
 class CompiledProgram:

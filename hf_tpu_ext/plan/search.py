@@ -241,9 +241,7 @@ def _advice(trials: list[Trial], settings: Mapping[str, str], varies_rows: bool)
         return []
     fitting = [trial for trial in trials if trial.fits]
     if not fitting:
-        return [
-            "No variant that was tried fits. Besides what was varied: more chips (--topology), a smaller max_length or model."
-        ]
+        return ["No variant that was tried fits."]
     best = {"the fastest by the compiler's estimate": max(fitting, key=lambda trial: trial.tokens_per_second)}
     if varies_rows:
         largest = max(fitting, key=lambda trial: (int(trial.settings[_ROWS]), trial.tokens_per_second))

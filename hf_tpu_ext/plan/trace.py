@@ -1,5 +1,6 @@
 """Tracing the programs of a run, without weights and without running them."""
 
+import math
 import tempfile
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,16 +10,14 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from torch import nn
+from peft import PeftModel
 from tqdm.auto import tqdm
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import get_hf_quantizer
-from transformers.trainer_utils import unwrap_peft_model
 
 from ..callbacks.samples import ShowSamples
 from ..errors import UserError
 from ..layers.attention import is_sliced
-from ..layers.layer_list import find_layers
 from ..quantization.packed_linear import count_parameters, names_of_packed
 from ..step.train_step import MICRO_STEP, OPTIMIZER_STEP
 from ..temporarily import temporarily
@@ -49,17 +48,17 @@ class Run:
             Share of the tokens in batches that are not padding, where the data was read.
         token_waste (`str`, *optional*): The same in words, with what to set against it.
         trains_in_float32 (`bool`): Whether all weights are trained, and some of them are float32.
-        is_quantized (`bool`): Whether frozen weights have 4 or 8 bits.
         other_passes (`bool`):
             Whether a step runs more than the trained model forward and backward: a teacher, or a reference.
         attention (`str`): `"splash"` or `"slices"`.
         generations ([`Generations`], *optional*): How often completions are generated, where the trainer does so.
         pairs (`bool`): Whether a row is a pair of sequences.
         other_parameters (`int`): Parameters of models beside the trained one: a reference, a teacher.
-        reference_share (`float`): Share of the weights that are a reference whose log-probabilities could be precomputed.
-        trained_bytes (`int`): Bytes that the trained weights take of a chip, and so would the sums of their gradients.
-        layer_bytes (`int`): Bytes of the weights of the largest layer, as a chip computes with them.
-        quantizable_share (`float`): Share of the weights, a reference included, that is frozen and could have 4 bits.
+        could_precompute_reference (`bool`): Whether a step runs a reference of its own that could be run once before.
+        could_have_adapter (`bool`): Whether it trains no adapter and could.
+        could_be_quantized (`bool`): Whether its weights, if an adapter is trained, could have 4 bits and have not.
+        train_rows_multiple (`int`): What the rows of a micro-step on one chip have to be a multiple of.
+        eval_rows_multiple (`int`): The same of an evaluation step.
     """
 
     config: PreTrainedConfig
@@ -77,16 +76,16 @@ class Run:
     token_share: float | None
     token_waste: str | None
     trains_in_float32: bool
-    is_quantized: bool
     other_passes: bool
     attention: str
     generations: Generations | None = None
     pairs: bool = False
     other_parameters: int = 0
-    reference_share: float = 0.0
-    trained_bytes: int = 0
-    layer_bytes: int = 0
-    quantizable_share: float = 0.0
+    could_precompute_reference: bool = False
+    could_have_adapter: bool = False
+    could_be_quantized: bool = False
+    train_rows_multiple: int = 1
+    eval_rows_multiple: int = 1
 
     @property
     def settings(self) -> dict[str, str]:
@@ -138,9 +137,6 @@ class TracingMixin(EveryLengthMixin):
             `ValueError`: The steps of this run are not replayed, or its rows are not tokens.
         """
         self._num_rows = None if self._train_lengths is None else len(self._train_lengths)
-        # Layers that run as a loop do not have their weights any more.
-        self._layer_bytes = _largest_layer_bytes(self.model)
-        self._num_quantizable = _count_quantizable(self.model)
         self.pop_callback(ShowSamples)
         bar = tqdm(desc="tracing", unit="graph", disable=self.args.disable_tqdm)
         with bar as self._bar:
@@ -155,14 +151,16 @@ class TracingMixin(EveryLengthMixin):
         parameters, num_trained = count_parameters(self.model)
         others = self.other_models()
         reference = vars(self).get("ref_model")
-        could_precompute = vars(self.args).get("precompute_ref_log_probs") is False and reference in others
-        all_weights = sum(map(_num_bytes, [self.model, *others]))
-        other_parameters = sum(count_parameters(model)[0] for model in others)
-        generations = None
+        settings = vars(self.args)
+        # An adapter on random weights learns little, and upstream does not quantize them.
+        is_from_scratch = settings.get("from_scratch", False)
+        generations, eval_rows_multiple = None, 1
         if self.generates:
             rows_of_steps, num_steps = self.rows_of_a_step()
             times = rows_of_steps * self.num_generations // self.generation_rows
             generations = Generations(times / num_steps, self.generation_rows)
+            group = settings.get("num_generations_eval") or self.num_generations
+            eval_rows_multiple = group // math.gcd(group, self.backend.num_chips)
         return Run(
             config=self.model.config,
             parameters=parameters,
@@ -180,16 +178,22 @@ class TracingMixin(EveryLengthMixin):
             token_waste=facts.token_waste,
             trains_in_float32=num_trained == parameters
             and any(parameter.dtype == torch.float32 for parameter in self.model.parameters()),
-            is_quantized=bool(names_of_packed(self.model)),
             other_passes=self._runs_other_passes,
             attention="slices" if is_sliced(self.model) else "splash",
             generations=generations,
             pairs=facts.pairs,
-            other_parameters=other_parameters,
-            reference_share=_num_bytes(reference) / all_weights if could_precompute else 0.0,
-            trained_bytes=max(program.updated_weight_bytes for program in self._traced_programs.values()),
-            layer_bytes=self._layer_bytes,
-            quantizable_share=self._num_quantizable / (parameters + other_parameters),
+            other_parameters=sum(count_parameters(model)[0] for model in others),
+            could_precompute_reference=settings.get("precompute_ref_log_probs") is False
+            and not settings.get("sync_ref_model")
+            and reference in others,
+            could_have_adapter=not (is_from_scratch or isinstance(self.model, PeftModel)),
+            # QAT rounds weights that are trained in full.
+            could_be_quantized=not (
+                is_from_scratch or names_of_packed(self.model) or settings.get("qat_weight_dtype") is not None
+            ),
+            # The KL of KTO compares completions of a batch.
+            train_rows_multiple=2 if vars(self).get("calculate_KL") else 1,
+            eval_rows_multiple=eval_rows_multiple,
         )
 
     def prepare_reward(self, function: Callable, name: str) -> Callable:
@@ -256,28 +260,6 @@ class TracingMixin(EveryLengthMixin):
     def _finalize_training(self, *args):
         # Within training, where frozen weights have the dtype that they are trained beside.
         raise Traced(list(self._traced_programs.values()), self._describe_run())
-
-
-def _num_bytes(model: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in model.parameters())
-
-
-def _count_quantizable(model: nn.Module) -> int:
-    """Weights of frozen linear layers, which upstream quantizes, but for the head."""
-    head = unwrap_peft_model(model).get_output_embeddings()
-    return sum(
-        module.weight.numel()
-        for module in model.modules()
-        if isinstance(module, nn.Linear) and module is not head and not module.weight.requires_grad
-    )
-
-
-def _largest_layer_bytes(model: nn.Module) -> int:
-    """Bytes of the weights of the largest layer, at most 2 of each; `0` where a model has no list of layers, or several."""
-    if (place := find_layers(model)) is None:
-        return 0
-    layers = getattr(*place)
-    return max(sum(min(weight.nbytes, 2 * weight.numel()) for weight in layer.parameters()) for layer in layers)
 
 
 def trace_run(train: Callable[[Callable[[type], type]], Any]) -> tuple[list[TracedProgram], Run]:

@@ -2,6 +2,7 @@ import pytest
 
 from hf_tpu_ext.hardware.topologies import find_topology
 from hf_tpu_ext.plan.hlo_cost import Cost, Exchange
+from hf_tpu_ext.plan.programs import Argument, TracedProgram
 from hf_tpu_ext.plan.result import estimate_time
 
 
@@ -36,3 +37,22 @@ def test_programs_run_one_after_the_other():
 
 def test_one_chip_has_no_links():
     assert estimate_time([(cost(15 * 10**8), 1)], find_topology("v5e-1")).links == 0
+
+
+@pytest.mark.parametrize(
+    ("sharding", "share"),
+    [
+        (None, 1),
+        ("{replicated}", 1),
+        ("{devices=[8,1]0,1,2,3,4,5,6,7}", 8),
+        ("{devices=[4,1,2]0,4,1,5,2,6,3,7 last_tile_dim_replicate}", 4),
+    ],
+)
+def test_what_a_chip_keeps_of_a_traced_program(sharding, share):
+    arguments = [
+        Argument("weights", 16 * 10**9, False, sharding),
+        Argument("optimizer state", 10**9, True, "{replicated}"),
+        Argument("batch", 9 * 10**9, False),
+    ]
+    traced = TracedProgram("training step", (32, 1024), b"", arguments, 8)
+    assert traced.resident == {"weights": 16 * 10**9 // share, "optimizer state": 10**9, "gradients": 0}

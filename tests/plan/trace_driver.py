@@ -80,7 +80,7 @@ if how == "train":
 
     xla_programs.XLAPrograms.hash_traced = note_and_hash
     train()
-    beside, sizes = [{}] * len(texts), {}
+    beside = [{}] * len(texts)
 else:
     write_module = torch_xla._XLAC._get_xla_tensors_hlo_proto
 
@@ -89,8 +89,7 @@ else:
         return write_module(results)
 
     torch_xla._XLAC._get_xla_tensors_hlo_proto = note_and_write
-    programs, run = trace_run(train)
-    sizes = {"trained": run.trained_bytes, "layer": run.layer_bytes}
+    programs, _ = trace_run(train)
     donated = [
         [index for index, argument in enumerate(program.arguments) if argument.is_donated] for program in programs
     ]
@@ -117,4 +116,4 @@ def take_out_shardings(text, beside):
 
 taken = [take_out_shardings(text, noted) for text, noted in zip(texts, beside, strict=True)]
 num_bytes = peak_of_process() - before - max(0, of_files() - of_files_before)
-Path(output).write_text(json.dumps({"programs": taken, "donated": donated, "bytes": num_bytes, "sizes": sizes}))
+Path(output).write_text(json.dumps({"programs": taken, "donated": donated, "bytes": num_bytes}))
