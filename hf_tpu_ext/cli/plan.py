@@ -27,8 +27,7 @@ DESCRIPTION = f"""\
 Compile a recipe ahead of time with the TPU compiler, without a TPU and without weights: HBM, step time and cost.
 The command takes about 1 GB of memory, whatever the size of the model.
 The compiler: {install_command("tpu")}. It takes a core, up to 5 GB besides (2 GB for 1.7 billion parameters)
-and about a minute for each graph (micro-step, training and evaluation step of each length), several minutes where a model
-is large. --search takes as long again for each of its variants: 3 combinations of settings on one chip, 6 on several, with
+and one to several minutes for each graph (micro-step, training and evaluation step of each length). --search takes as long again for each of its variants: 3 combinations of settings on one chip, 6 on several, with
 about 3 batch sizes each. It shows them as they come, and Ctrl-C keeps those that are known.
 
 examples:
@@ -186,7 +185,7 @@ def _plan(
 
     from ..backends.selection import select_tracing
     from ..hardware.prices import PRICES
-    from ..plan.advice import advise
+    from ..plan.advice import advise, foresee
     from ..plan.compiler import jobs_at_once
     from ..plan.make import make_plan
     from ..plan.page import render, render_found
@@ -224,6 +223,8 @@ def _plan(
 
         jobs = jobs_at_once() if options.jobs is None else options.jobs
         programs, own = trace({})
+        if (line := foresee(programs, topology)) is not None:
+            print(line, file=sys.stderr, flush=True)
         plan = own_plan = compiler_of(programs, own)(jobs, options.hlo)
         searched = () if options.search is None else options.search or _SEARCHED
         plan = replace(plan, advice=advise(plan, own, searched))

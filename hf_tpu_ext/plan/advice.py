@@ -1,11 +1,14 @@
 """What to change in a run that does not fit: what docs/compile_time.md#out-of-memory says, of its recipe."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
+from ..formatting import format_bytes
 from ..generation.generator import DECODE, PREFILL
+from ..hardware.topologies import Topology
 from ..step.train_step import MICRO_STEP, OPTIMIZER_STEP
 from ..trainers.online.rewarded import OF_EVALUATION
 from ..trainers.run.evaluation import EVALUATION_STEP, PREDICTION_STEP
+from .programs import TracedProgram, find_state
 from .result import Plan
 from .trace import Run
 
@@ -39,6 +42,21 @@ def advise(plan: Plan, run: Run, searched: Collection[str] = ()) -> list[str]:
             "them, and says which fit."
         )
     return lines
+
+
+def foresee(programs: Sequence[TracedProgram], topology: Topology) -> str | None:
+    """
+    A line for a run of which a chip has to keep more (weights, optimizer state, gradients) than it has, as is known before anything
+    is compiled; `None` where there is room.
+    """
+    state, limit = find_state(programs), topology.chip.memory_bytes
+    if (kept := sum(state.values())) <= limit:
+        return None
+    parts = ", ".join(f"{role} {format_bytes(size)}" for role, size in state.items() if size)
+    return (
+        f"Before anything is computed, {parts} take {100 * kept / limit:.0f} % of the {format_bytes(limit)} of HBM that a chip has, so "
+        "this does not fit. It is compiled all the same, to say what is missing and what to change: Ctrl-C ends that."
+    )
 
 
 def _find_settings(plan: Plan, run: Run) -> Iterator[tuple[str, str]]:

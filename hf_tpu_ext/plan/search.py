@@ -242,10 +242,14 @@ def _advice(trials: list[Trial], settings: Mapping[str, str], varies_rows: bool)
     fitting = [trial for trial in trials if trial.fits]
     if not fitting:
         return ["No variant that was tried fits."]
-    best = {"the fastest by the compiler's estimate": max(fitting, key=lambda trial: trial.tokens_per_second)}
+    # A search that was stopped has tried fewer.
+    of_all = f"of {count(len(trials), 'variant')}"
+    best = {
+        f"the fastest {of_all} by the compiler's estimate": max(fitting, key=lambda trial: trial.tokens_per_second)
+    }
     if varies_rows:
         largest = max(fitting, key=lambda trial: (int(trial.settings[_ROWS]), trial.tokens_per_second))
-        best = {"the largest batch that was found to fit": largest, **best}
+        best = {f"the largest batch {of_all} that was found to fit": largest, **best}
     same = [trial for trial in fitting if trial.settings[_ROWS] == settings[_ROWS]]
     if varies_rows and same:
         best["the fastest with the present global batch size"] = max(same, key=lambda trial: trial.tokens_per_second)

@@ -193,6 +193,8 @@ def test_synthetic_rows_take_the_place_of_a_mixture(tmp_path):
 def test_does_not_fit(plan):
     status, page, planned = plan("--seq_lengths", "64", "--topology", "v5e-1", model="large")
     assert status == 1, page
+    # That the weights alone are too many is known before.
+    assert 0 <= page.index("Before anything is computed, weights") < page.index("compiling for v5e-1")
     assert "DOES NOT FIT" in page
     assert (
         planned["advice"][0] == "Try in this order:"

@@ -14,9 +14,9 @@ from transformers import AutoConfig
 from hf_tpu_ext.cli import plan as plan_command
 from hf_tpu_ext.examples.tiny import make_model
 from hf_tpu_ext.hardware.topologies import find_topology
-from hf_tpu_ext.plan.advice import advise
+from hf_tpu_ext.plan.advice import advise, foresee
 from hf_tpu_ext.plan.hlo_cost import Cost
-from hf_tpu_ext.plan.programs import CompiledProgram, Generations
+from hf_tpu_ext.plan.programs import Argument, CompiledProgram, Generations, TracedProgram
 from hf_tpu_ext.plan.result import Plan, Trial
 from hf_tpu_ext.plan.trace import Run
 
@@ -187,6 +187,29 @@ def test_of_a_plan_that_fits_or_is_not_known():
     assert advise(roomy, FULL) == [FASTER] and advise(roomy, FULL, ["mesh"]) == []
     unknown = replace(planned, programs=[], unknown=["the TPU compiler is not installed"])
     assert advise(unknown, FULL) == [] and advise(unknown, FULL, ["mesh"]) == []
+
+
+@pytest.mark.parametrize(
+    ("sharding", "weights"),
+    [
+        (None, 16),
+        ("{devices=[8,1]0,1,2,3,4,5,6,7}", 2),
+        ("{devices=[4,1,2]0,4,1,5,2,6,3,7 last_tile_dim_replicate}", 4),
+    ],
+)
+def test_state_that_a_chip_has_no_room_for_is_told_before_it_is_compiled(sharding, weights):
+    arguments = [
+        Argument("weights", 16 * GB, False, sharding),
+        Argument("optimizer state", GB, True, "{replicated}"),
+        Argument("batch", 9 * GB, False),
+    ]
+    traced = TracedProgram("training step", (32, 1024), b"", arguments, 8)
+    assert traced.resident == {"weights": weights * GB, "optimizer state": GB, "gradients": 0}
+    line = foresee([traced], find_topology("v5e-8"))
+    if weights < 16:
+        assert line is None
+    else:
+        assert "weights 16.00 GB, optimizer state 1.00 GB take 101 % of the 16.91 GB of HBM that a chip has" in line
 
 
 def test_a_search_that_found_what_fits_needs_no_more():

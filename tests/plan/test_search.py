@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from hf_tpu_ext.errors import UserError
+from hf_tpu_ext.formatting import count
 from hf_tpu_ext.hardware.topologies import find_topology
 from hf_tpu_ext.plan.hlo_cost import Cost
 from hf_tpu_ext.plan.programs import CompiledProgram
@@ -156,7 +157,9 @@ def test_what_is_known_is_there_after_each_variant(capsys):
         found = next(steps)
         assert tried[0] == first and len(tried) == number
         assert all(trial.settings in tried for trial in found.trials)
-        assert found.advice[0].startswith("the largest batch that was found to fit: ")
+        assert found.advice[0].startswith(
+            f"the largest batch of {count(len(tried), 'variant')} that was found to fit: "
+        )
         told = capsys.readouterr().out.splitlines()
         # A line of what was kept before.
         if number > 1:
