@@ -6,7 +6,7 @@ from typing import Any
 from ..formatting import format_bytes, format_seconds
 from ..hardware.prices import Price
 from .figures import HOW_TO_DRAW, can_draw, draw_curves, draw_shares
-from .metrics import RESULTS
+from .metrics import PHASES, RESULTS
 from .parts import Report, Section, Table
 from .planned import expected_figures, format_span
 from .record import Run, points
@@ -44,7 +44,9 @@ def compare_runs(runs: Sequence[Run], prices: Mapping[str, Price]) -> Report:
         for run in runs
     ]
     of_step = [{name: format_seconds(seconds) for name, seconds in time_of_step(run).items()} for run in runs]
-    speed = _beside("Mean time of a step", names, _rows(of_step))
+    # A run may lack a phase. The whole step is none, and comes last.
+    rows = sorted(_rows(of_step), key=lambda row: [*PHASES, row[0]].index(row[0]))
+    speed = _beside("Mean time of a step", names, rows)
     if can_draw() and all(map(time_in_phases, runs)):
         speed.figures.append(draw_shares({run.name: time_in_phases(run) for run in runs}))
     arguments = [run.begin["arguments"] for run in runs]

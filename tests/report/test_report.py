@@ -342,6 +342,19 @@ def test_the_phase_step_is_told_from_whole_steps(write_run, tmp_path):
     assert "| step | 60 ms | 60 ms |" in markdown and "| whole step (mean) | 80 ms | 80 ms |" in markdown
 
 
+def test_the_whole_step_comes_last_where_runs_have_other_phases(write_run, tmp_path):
+    runs = [write_run(tmp_path / name) for name in "ab"]
+    last = json.loads((runs[0] / RECORD_NAME).read_text().splitlines()[-2])
+    assert last["phases"].pop("replay")
+    RecordWriter(runs[0], anew=False).write(**last)
+    _, _, times = make_report(runs, tmp_path).with_suffix(".md").read_text().partition("## Mean time of a step")
+    assert re.findall(r"(?m)^\| (data|replay|whole step \(mean\)) \|", times) == [
+        "data",
+        "replay",
+        "whole step (mean)",
+    ]
+
+
 def test_a_legend_covers_no_data():
     curves = {f"run {number}" * 9: [(step, number) for step in (1, 2)] for number in range(5)}
     svg = draw_curves("A", curves).svg
