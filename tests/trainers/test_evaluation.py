@@ -95,7 +95,7 @@ def test_logits_come_back_in_float32(runs):
 def test_columns_of_a_decoder_are_its_own():
     """Labels were collated to the length that the input was padded to: nothing was added to them, nor to logits."""
     logits, states, labels = torch.zeros(2, 8, 3), torch.zeros(2, 8, 5), torch.zeros(2, 8)
-    cut = without_added((logits, states), labels, {"input_ids": (6, 8), "labels": (8, 8)}, ["labels"], are_text=False)
+    cut = without_added((logits, states), labels, {"input_ids": (6, 8), "labels": (8, 8)}, ["labels"], None)
     assert cut[0][0].shape == (2, 8, 3) and cut[0][1].shape == (2, 6, 5) and cut[1].shape == (2, 8)
 
 
@@ -105,7 +105,7 @@ def test_columns_of_spans_are_those_of_the_input():
     names = ["start_positions", "end_positions"]
     for length in (6, 7):
         cut, _ = without_added(
-            (start, start, [states]), labels, {"input_ids": (length, 8)}, names, False, are_spans=True
+            (start, start, [states]), labels, {"input_ids": (length, 8)}, names, None, are_spans=True
         )
         assert cut[0].shape == cut[1].shape == (2, length) and cut[2][0].shape == (2, length, 5)
 

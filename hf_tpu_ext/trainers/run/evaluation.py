@@ -204,12 +204,22 @@ class CompiledEvaluation:
         # What upstream would concatenate on the device, a program per number of batches, is put together on the host.
         # There the rows and columns that completed a batch are cut off.
         results, read = self.backend.fetch([prediction.result for prediction in predictions]), []
-        are_text, are_spans = bool(vars(self.args).get("predict_with_generate")), predicts_spans(self.model)
+        pad_beside_text = self._pad_labels_beside_text if self._calls_generate else None
+        are_spans = predicts_spans(self.model)
         for result, of_batch in zip(results, predictions, strict=True):
             loss, logits, labels = (_first_rows(value, of_batch.rows, of_batch.computed_rows) for value in result)
-            on_host = loss, *without_added(logits, labels, of_batch.columns, self.label_names, are_text, are_spans)
+            on_host = (
+                loss,
+                *without_added(logits, labels, of_batch.columns, self.label_names, pad_beside_text, are_spans),
+            )
             read.append((of_batch.times_counted, on_host))
         return read
+
+    def _pad_labels_beside_text(self, labels: torch.Tensor) -> torch.Tensor:
+        """As upstream's `Seq2SeqTrainer` pads the labels of a batch where its predictions are text."""
+        config, length = self.model.generation_config, labels.shape[1]
+        least = config.max_length if length < config.max_length else 1 + (config.max_new_tokens or 0)
+        return self._pad_tensors_to_max_len(labels, least) if length < least else labels
 
     def predict(self, test_dataset, ignore_keys=None, metric_key_prefix="test", **kwargs):
         self.take_up_changes()

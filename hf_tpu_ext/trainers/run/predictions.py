@@ -1,6 +1,6 @@
 """What an evaluation predicts: the columns that upstream's collator gives a batch, or text in place of logits."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,21 +36,20 @@ def without_added(
     labels: Any,
     columns: Mapping[str, tuple[int, int]],
     label_names: Sequence[str],
-    are_text: bool,
+    pad_beside_text: Callable[[Tensor], Tensor] | None,
     are_spans: bool = False,
 ) -> tuple[Any, Any]:
     """
     Predictions and labels of a batch, as upstream's `prediction_step` returns them, without the columns that were added, see
-    [`find_columns`]. Values with a column less than the batch, such as those that are shifted, lose as many. Predictions that
-    `are_text` have columns of their own, and `Seq2SeqTrainer` gives labels at least as many. Predictions that `are_spans` are logits of
-    the columns of a row, of shape `(rows, length)`.
+    [`find_columns`]. Values with a column less than the batch, such as those that are shifted, lose as many. Where predictions are text,
+    they have columns of their own, and the labels are padded by `pad_beside_text`. Predictions that `are_spans` are logits of the
+    columns of a row, of shape `(rows, length)`.
     """
     if all(before == after for before, after in columns.values()):
         return predictions, labels
     of_labels = columns.get(label_names[0]) if label_names else None
-    if are_text:
-        before, after = of_labels or (0, 0)
-        return predictions, _cut(labels, (max(before, min(predictions.shape[1], after)), after))
+    if pad_beside_text is not None:
+        return predictions, labels if of_labels is None else pad_beside_text(labels[:, : of_labels[0]])
     if isinstance(labels, tuple):
         labels = tuple(_cut(value, columns.get(name)) for name, value in zip(label_names, labels, strict=True))
     else:
