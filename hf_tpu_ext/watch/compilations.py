@@ -83,9 +83,9 @@ class _ProgramHistory:
     #: The step whose operations these are; of a line of the user's, the first that compiled a graph there.
     step: int | None = None
 
-    def is_told(self, cause: Cause) -> bool:
-        """Whether a further recompile with this cause is told of."""
-        return self.num_warnings < _MOST_LINES or cause.advice not in self.advice
+    def is_told(self, cause: Cause | None) -> bool:
+        """Whether a further recompile with this cause, or one that is not known yet, is told of."""
+        return self.num_warnings < _MOST_LINES or (cause is not None and cause.advice not in self.advice)
 
     def compare(self, operations: Listing | None, find_own_code: Callable[[], str], when: str = "") -> Cause | None:
         """The first operation in which the program listed last, which ran `when`, differs from this one, where both were listed."""

@@ -555,6 +555,21 @@ def test_a_cause_of_another_kind_is_told_when_others_have_come_to_an_end(train, 
     assert len(told) == 6 and "step 8: " in told[-1] and "multiply by a 0 or 1" in told[-1], told
 
 
+def test_a_graph_that_changes_at_every_step_ends_no_run(train, lines):
+    """Programs are listed for so many steps; after that, no cause is known."""
+
+    class Repeats(TPUTrainer):
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            for _ in range(self.state.global_step):
+                loss = loss.tanh()
+            return loss
+
+    trainer = train(Repeats, max_steps=20)
+    assert trainer.watch.recompiles == 19
+    assert len([line for line in lines() if "recompilation of the training step" in line]) == 6
+
+
 def test_another_run_sums_up_its_own(train):
     trainer = train(callbacks=[AtStep(rescale)])
     assert "Recompilations: 1 " in trainer.watch.describe()
