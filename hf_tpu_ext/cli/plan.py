@@ -27,8 +27,9 @@ DESCRIPTION = f"""\
 Compile a recipe ahead of time with the TPU compiler, without a TPU and without weights: HBM, step time and cost.
 The command takes about 1 GB of memory, whatever the size of the model.
 The compiler: {install_command("tpu")}. It takes a core, up to 5 GB besides (2 GB for 1.7 billion parameters)
-and one to several minutes for each graph (micro-step, training and evaluation step of each length). --search takes as long again for each of its variants: 3 combinations of settings on one chip, 6 on several, with
-about 3 batch sizes each. It shows them as they come, and Ctrl-C keeps those that are known.
+and one to several minutes for each graph (micro-step, training and evaluation step of each length). --search takes as
+long again for each of its variants: 3 combinations of settings on one chip, 6 on several, with about 3 batch sizes each.
+It shows them as they come, and Ctrl-C keeps those that are known.
 
 examples:
   hf-tpu plan --config recipes/sft_lora_qwen3.yaml
