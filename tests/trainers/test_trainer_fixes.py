@@ -584,7 +584,13 @@ def test_rows_of_a_checkpoint_of_more_chips(caplog):
     """12 rows of 4 chips: 5 chips cannot take them."""
 
     def check(
-        num_chips, per_device_train_batch_size=3, backend="xla", accumulation=1, drop_last=False, sampling="random"
+        num_chips,
+        per_device_train_batch_size=3,
+        backend="xla",
+        accumulation=1,
+        drop_last=False,
+        sampling="random",
+        keeps_accumulation=False,
     ):
         args = SimpleNamespace(
             per_device_train_batch_size=per_device_train_batch_size,
@@ -601,7 +607,8 @@ def test_rows_of_a_checkpoint_of_more_chips(caplog):
             rows_per_step=per_device_train_batch_size * num_chips * accumulation,
             recipe_rows=per_device_train_batch_size,
         )
-        Chips.keep_rows_per_step(chips, {"rows_per_step": 12, "num_workers": 4, "recipe_rows": 3})
+        state = {"rows_per_step": 12, "num_workers": 4, "recipe_rows": 3}
+        Chips.keep_rows_per_step(chips, state, keeps_accumulation)
         return args.per_device_train_batch_size * num_chips * args.gradient_accumulation_steps
 
     message = refusal(check, {"num_chips": 5})
@@ -610,6 +617,11 @@ def test_rows_of_a_checkpoint_of_more_chips(caplog):
     for num_chips in (1, 2, 3, 6, 12):
         for accumulation in (1, 2, 5):
             assert check(num_chips, accumulation=accumulation) == 12
+    # Where the loss grows with micro-steps, their number stays.
+    message = refusal(check, {"num_chips": 12, "accumulation": 2, "keeps_accumulation": True})
+    assert "Set num_chips to a number that divides 6, or" in message
+    for num_chips in (1, 2, 3, 6):
+        assert check(num_chips, accumulation=2, keeps_accumulation=True) == 12
     for drop_last in (False, True):
         caplog.clear()
         check(2, drop_last=drop_last)

@@ -244,10 +244,11 @@ class Chips:
             at_once = next(n for n in range(args.per_device_train_batch_size, 0, -1) if rows_of_chip % n == 0)
             args.per_device_train_batch_size, args.gradient_accumulation_steps = at_once, rows_of_chip // at_once
         else:
+            divided = rows // accumulation if keeps_accumulation else rows
             raise UserError(
                 f"{before} on {count(state['num_workers'], kind)}, which {count(workers, kind)} cannot keep with this recipe. "
-                f"Set {number_setting(self._backend.name)} to a number that divides {rows}, or set another per_device_train_batch_size or "
-                "gradient_accumulation_steps, by which the run goes on with another global batch size."
+                f"Set {number_setting(self._backend.name)} to a number that divides {divided}, or set another "
+                "per_device_train_batch_size or gradient_accumulation_steps, by which the run goes on with another global batch size."
             )
         logger.warning(
             f"{before} on {count(state['num_workers'], kind)}. To keep it on {workers}: {args.per_device_train_batch_size} per {kind} x "
