@@ -13,6 +13,7 @@ import pytest
 import torch
 from datasets import Dataset
 from fixes import assert_fixes, refusal
+from torch.utils.data import DataLoader
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -117,6 +118,19 @@ def test_a_loss_that_grows_with_micro_steps_is_as_before_on_another_number_of_ch
         for trainer in (resumed, whole)
     ]
     assert len(numbers[0]) == 4 and numbers[0] == [pytest.approx(each, rel=1e-5) for each in numbers[1]]
+
+
+class LoadsByItself(TPUTrainer):
+    def get_train_dataloader(self):
+        collate = DataCollatorWithPadding(self.processing_class)
+        return DataLoader(self.train_dataset, batch_size=4, collate_fn=collate)
+
+
+def test_a_loader_of_ones_own_is_asked_to_pad(classify):
+    """`max_length` would not reach it."""
+    with pytest.raises(ValueError, match="batches of a data loader of your own are taken as they are") as told:
+        classify(LoadsByItself, TPUTrainingArguments, max_length=32)
+    assert "declare the length" not in str(told.value)
 
 
 class CallsTheModel(TPUTrainer):

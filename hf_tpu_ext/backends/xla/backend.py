@@ -366,6 +366,7 @@ class XLABackend(Backend):
 
     @property
     def compile_mark(self) -> Callable[[], object]:
+        # Not `compiles`: each phase of a step asks, and this calls nothing of this package.
         return partial(met.counter_value, "UncachedCompile")
 
     def counters(self) -> Counters:

@@ -198,17 +198,19 @@ class BatchesMixin(ImagesMixin):
             raise UserError(_why_not_scaled(*self.by_length.rope_scaling, "a model writes text"))
 
     def shape_batch(
-        self, inputs: dict[str, Any], rows_of_example: int | None = None, of_own_loader: bool = False
+        self, inputs: dict[str, Any], rows_of_example: int | None = None
     ) -> tuple[dict[str, Any], int, int]:
         """
         Give a batch on the host a shape that a program is there for, or will be. Returns the batch, completed if that
-        is possible, its rows, and those that a batch should have, of which so many are one example if that is known. Ever new
-        shapes are a `ValueError`, which says how to pad, also for a data loader of the user's (`of_own_loader`).
+        is possible, its rows, and those that a batch should have, of which so many are one example if the collator has
+        said so. Ever new shapes are a `ValueError`.
         """
         mode, num_rows = (
             ("train", self._train_batch_size) if self.model.training else ("eval", self.args.eval_batch_size)
         )
         rows, guards = count_rows(inputs), self._shape_guards
+        # The collator that wraps the trainer's says it of each batch.
+        of_own_loader = rows_of_example is None
         rows_of_example = rows_of_example or self._rows_of_example.setdefault(mode, max(1, rows // num_rows))
         num_rows *= rows_of_example
         if rows < num_rows:
@@ -277,9 +279,7 @@ class BatchesMixin(ImagesMixin):
         host_batch = {key: value for key, value in inputs.items() if not self._is_unread_text(value)}
         is_collated = isinstance(inputs, CollatedBatch)
         # A collator of the caller's may yield more rows than it was given.
-        batch, rows, num_rows = self.shape_batch(
-            host_batch, inputs.rows_of_example if is_collated else None, not is_collated
-        )
+        batch, rows, num_rows = self.shape_batch(host_batch, inputs.rows_of_example if is_collated else None)
         if self.status is not None and self.model.training and "input_ids" in batch:
             # Batches are added up by the columns that all processes have agreed on.
             self.status.count(host_batch, batch["input_ids"].shape)
