@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tqdm.auto import tqdm
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from ..backends.base import Backend
 from ..backends.compile_cache import CacheUse
@@ -113,19 +113,26 @@ class RunLines(TrainerCallback):
         losses = [(entry["step"], entry["eval_loss"]) for entry in state.log_history if "eval_loss" in entry]
         if len(losses) > 1 and steps:
             (first_step, first), (last_step, last) = losses[0], losses[-1]
-            # One that a resumed run does not find is not loaded.
-            loads_best = args.load_best_model_at_end and state.best_model_checkpoint is not None
-            best = dict(losses).get(state.best_global_step) if loads_best else None
+            best_step = step_of_loaded_weights(args, state)
+            best = dict(losses).get(best_step)
             if best is None:
                 tqdm.write(f"Evaluation loss: {first:.4f} -> {last:.4f} (steps {first_step} to {last_step})")
             else:
                 metric = args.metric_for_best_model
                 by_metric = "" if metric in (None, "loss", "eval_loss") else f", the best by {metric}"
                 tqdm.write(
-                    f"Evaluation loss: {first:.4f} -> {best:.4f} at step {state.best_global_step}{by_metric}, whose weights are loaded "
+                    f"Evaluation loss: {first:.4f} -> {best:.4f} at step {best_step}{by_metric}, whose weights are loaded "
                     f"(at the last step {last:.4f})"
                 )
         tqdm.write(f"Output: {os.path.abspath(args.output_dir)}")
+
+
+def step_of_loaded_weights(args: TrainingArguments, state: TrainerState) -> int | None:
+    """The step whose weights upstream loads at the end, `None` where those of the last one stay."""
+    # One that a resumed run does not find is not loaded, and `best_global_step` may have no checkpoint.
+    if not args.load_best_model_at_end or state.best_model_checkpoint is None:
+        return None
+    return int(state.best_model_checkpoint.rpartition("-")[2])
 
 
 def describe_compiles(spent: Counters) -> str:

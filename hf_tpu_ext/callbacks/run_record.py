@@ -16,6 +16,7 @@ from ..backends.base import Backend
 from ..backends.insight import Counters
 from ..report.record import RecordWriter
 from ..watch.compilations import ProgramEvent
+from .run_lines import step_of_loaded_weights
 from .step_status import StepStatus
 
 
@@ -157,10 +158,9 @@ class RunRecord(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         self._write_programs(state.global_step)
         cache = self._backend.cache_use()
-        # Upstream has loaded them by now, but for those that a resumed run does not find.
         best = {}
-        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            best = {"best_step": state.best_global_step, "best_by": args.metric_for_best_model}
+        if (best_step := step_of_loaded_weights(args, state)) is not None:
+            best = {"best_step": best_step, "best_by": args.metric_for_best_model}
         stopped = {}
         if state.global_step < state.max_steps:
             stopped = {"stopped_by": self._signal() or "a callback (early stopping is one)"}
