@@ -224,10 +224,10 @@ def _plan(
 
         jobs = jobs_at_once() if options.jobs is None else options.jobs
         programs, own = trace({})
-        if (line := foresee(programs, topology)) is not None:
+        searched = () if options.search is None else options.search or _SEARCHED
+        for line in foresee(programs, topology, own, searched):
             print(line, file=sys.stderr, flush=True)
         plan = own_plan = compiler_of(programs, own)(jobs, options.hlo)
-        searched = () if options.search is None else options.search or _SEARCHED
         plan = replace(plan, advice=advise(plan, own, searched))
         print(render(plan))
         write_json(plan.to_json())

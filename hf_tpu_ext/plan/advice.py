@@ -8,7 +8,7 @@ from ..hardware.topologies import Topology
 from ..step.train_step import MICRO_STEP, OPTIMIZER_STEP
 from ..trainers.online.rewarded import OF_EVALUATION
 from ..trainers.run.evaluation import EVALUATION_STEP, PREDICTION_STEP
-from .programs import TracedProgram, find_state
+from .programs import CompiledProgram, TracedProgram, find_state
 from .result import Plan
 from .trace import Run
 
@@ -34,7 +34,38 @@ def advise(plan: Plan, run: Run, searched: Collection[str] = ()) -> list[str]:
         # A plan that leaves room needs no weights that are less exact.
         is_half_full = (plan.peak_bytes or 0) > plan.topology.chip.memory_bytes / 2
         return [*lines, _BFLOAT16_LINE] if run.trains_in_float32 and is_half_full else lines
-    settings = {name: line for name, line in _find_settings(plan, run) if name not in searched}
+    return _list_settings(plan.programs, _find_kinds_too_large(plan), plan.topology, run, searched)
+
+
+def foresee(
+    programs: Sequence[TracedProgram], topology: Topology, run: Run, searched: Collection[str] = ()
+) -> list[str]:
+    """
+    Lines for a run of which a chip has to keep more (weights, optimizer state, gradients) than it has, as is known before anything
+    is compiled, and what to change, as in [`advise`]; none where there is room.
+    """
+    state, limit = find_state(programs), topology.chip.memory_bytes
+    if (kept := sum(state.values())) <= limit:
+        return []
+    parts = ", ".join(f"{role} {format_bytes(size)}" for role, size in state.items() if size)
+    return [
+        f"Before anything is computed, {parts} take {100 * kept / limit:.0f} % of the {format_bytes(limit)} of HBM that a chip has, so "
+        "this does not fit.",
+        *_list_settings(programs, {program.kind for program in programs}, topology, run, searched),
+        "It is compiled all the same, to say what is missing: Ctrl-C ends that.",
+    ]
+
+
+def _list_settings(
+    programs: Sequence[TracedProgram | CompiledProgram],
+    kinds: set[str],
+    topology: Topology,
+    run: Run,
+    searched: Collection[str],
+) -> list[str]:
+    """Lines on what to change in a run of which programs of these `kinds` do not fit."""
+    found = _find_settings(programs, kinds, topology, run)
+    settings = {name: line for name, line in found if name not in searched}
     lines = ["Try in this order:", *settings.values(), "more chips (--topology), or a smaller model"]
     if not searched and (names := [name for name in _SEARCHED if name in settings]):
         lines.append(
@@ -44,47 +75,28 @@ def advise(plan: Plan, run: Run, searched: Collection[str] = ()) -> list[str]:
     return lines
 
 
-def foresee(programs: Sequence[TracedProgram], topology: Topology) -> str | None:
-    """
-    A line for a run of which a chip has to keep more (weights, optimizer state, gradients) than it has, as is known before anything
-    is compiled; `None` where there is room.
-    """
-    state, limit = find_state(programs), topology.chip.memory_bytes
-    if (kept := sum(state.values())) <= limit:
-        return None
-    parts = ", ".join(f"{role} {format_bytes(size)}" for role, size in state.items() if size)
-    return (
-        f"Before anything is computed, {parts} take {100 * kept / limit:.0f} % of the {format_bytes(limit)} of HBM that a chip has, so "
-        "this does not fit. It is compiled all the same, to say what is missing and what to change: Ctrl-C ends that."
-    )
-
-
-def _find_settings(plan: Plan, run: Run) -> Iterator[tuple[str, str]]:
-    """Names of settings that are not set and make less of a program that does not fit, each with a line that says what to type."""
-    kinds = _find_kinds_too_large(plan)
+def _find_settings(
+    programs: Sequence[TracedProgram | CompiledProgram], kinds: set[str], topology: Topology, run: Run
+) -> Iterator[tuple[str, str]]:
+    """Names of settings that are not set and make less of what does not fit, each with a line that says what to type."""
+    state = find_state(programs)
+    room = topology.chip.memory_bytes - sum(state.values())
+    # Otherwise, what a batch takes does not matter.
+    state_fits = room > 0
     of_evaluation = {
         kind for kind in kinds if kind.startswith((EVALUATION_STEP, PREDICTION_STEP)) or kind.endswith(OF_EVALUATION)
     }
-    if run.rematerialization != "full" and kinds & {MICRO_STEP, OPTIMIZER_STEP}:
+    if state_fits and run.rematerialization != "full" and kinds & {MICRO_STEP, OPTIMIZER_STEP}:
         yield "rematerialization", "rematerialization: full, which computes activations again"
-    if run.mesh.get("fsdp", 1) < plan.topology.num_chips:
+    if run.mesh.get("fsdp", 1) < topology.num_chips:
         yield "mesh", "mesh: fsdp, which shards weights and optimizer state over the chips"
-    name, rows = "per_device_train_batch_size", run.per_device_train_batch_size
-    if (fewer := _fewer_rows(rows, run.train_rows_multiple)) and kinds - of_evaluation - {PREFILL, DECODE}:
-        steps = run.gradient_accumulation_steps * rows // fewer
-        yield name, f"{name}: {fewer} with gradient_accumulation_steps: {steps}, the same global batch size"
-    name = "per_device_eval_batch_size"
-    if of_evaluation and (fewer := _fewer_rows(run.per_device_eval_batch_size, run.eval_rows_multiple)):
-        yield name, f"{name}: {fewer}"
-    if run.generations is None:
-        half = max(program.batch_shape[1] for program in plan.programs if program.kind in kinds) // 2
-        yield (
-            "max_length",
-            f"max_length: {half} (--seq_lengths {half}, where these are given), which cuts off longer rows",
-        )
-    else:
-        half = max(program.batch_shape[1] for program in plan.programs if program.kind == DECODE) // 2
-        yield "max_completion_length", f"max_completion_length: {half}, which cuts off longer completions"
+    if state_fits:
+        if kinds - of_evaluation - {PREFILL, DECODE}:
+            yield from _make_train_batch_smaller(run, state["weights"], room)
+        name = "per_device_eval_batch_size"
+        if of_evaluation and (fewer := _fewer_rows(run.per_device_eval_batch_size, run.eval_rows_multiple)):
+            yield name, f"{name}: {fewer}"
+        yield _make_rows_shorter(programs, kinds, run)
     if run.could_precompute_reference:
         yield (
             "precompute_ref_log_probs",
@@ -97,6 +109,37 @@ def _find_settings(plan: Plan, run: Run) -> Iterator[tuple[str, str]]:
     if run.could_be_quantized:
         both = "load_in_4bit: true with use_peft: true" if run.could_have_adapter else "load_in_4bit: true"
         yield "load_in_4bit", f"{both} (QLoRA), with frozen linear layers in 4 bits"
+
+
+def _make_train_batch_smaller(run: Run, weight_bytes: int, room: int) -> Iterator[tuple[str, str]]:
+    name, rows = "per_device_train_batch_size", run.per_device_train_batch_size
+    if (fewer := _fewer_rows(rows, run.train_rows_multiple)) is None:
+        return
+    steps = run.gradient_accumulation_steps
+    # Gradients that are kept between micro-steps, as large as the weights that they are of.
+    kept = weight_bytes * run.trained_parameters // (run.parameters + run.other_parameters) if steps == 1 else 0
+    if kept < room:
+        yield (
+            name,
+            f"{name}: {fewer} with gradient_accumulation_steps: {steps * rows // fewer}, the same global batch size",
+        )
+    else:
+        yield (
+            name,
+            f"{name}: {fewer}, a smaller global batch size (gradient_accumulation_steps would keep {format_bytes(kept)} of gradients, "
+            "for which there is no room)",
+        )
+
+
+def _make_rows_shorter(
+    programs: Sequence[TracedProgram | CompiledProgram], kinds: set[str], run: Run
+) -> tuple[str, str]:
+    if run.generations is None:
+        half = max(program.batch_shape[1] for program in programs if program.kind in kinds) // 2
+        line = f"max_length: {half} (--seq_lengths {half}, where these are given), which cuts off longer rows"
+        return "max_length", line
+    half = max(program.batch_shape[1] for program in programs if program.kind == DECODE) // 2
+    return "max_completion_length", f"max_completion_length: {half}, which cuts off longer completions"
 
 
 def _find_kinds_too_large(plan: Plan) -> set[str]:

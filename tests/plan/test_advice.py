@@ -205,11 +205,38 @@ def test_state_that_a_chip_has_no_room_for_is_told_before_it_is_compiled(shardin
     ]
     traced = TracedProgram("training step", (32, 1024), b"", arguments, 8)
     assert traced.resident == {"weights": weights * GB, "optimizer state": GB, "gradients": 0}
-    line = foresee([traced], find_topology("v5e-8"))
+    lines = foresee([traced], find_topology("v5e-8"), FULL)
     if weights < 16:
-        assert line is None
+        assert lines == []
     else:
-        assert "weights 16.00 GB, optimizer state 1.00 GB take 101 % of the 16.91 GB of HBM that a chip has" in line
+        assert (
+            "weights 16.00 GB, optimizer state 1.00 GB take 101 % of the 16.91 GB of HBM that a chip has" in lines[0]
+        )
+        # Nothing that makes less of a batch.
+        assert settings(lines) == ["mesh", "precompute_ref_log_probs", "use_peft", "dtype", "load_in_4bit"]
+        assert foresee([traced], find_topology("v5e-8"), FULL, searched=["mesh"])[2].startswith("precompute_ref")
+
+
+def test_accumulation_is_advised_where_there_is_room_for_its_gradients():
+    """They take what the trained weights take, and are kept from the second micro-step on."""
+    rows = "per_device_train_batch_size: 2"
+    same, other = (
+        f"{rows} with gradient_accumulation_steps: 2, the same global batch size",
+        f"{rows}, a smaller global",
+    )
+    once = replace(FULL, gradient_accumulation_steps=1)
+    # Half of the weights are a reference's.
+    beside_reference = replace(once, other_parameters=8000)
+    for run, weights, line in [
+        (once, 8, same),
+        (once, 9, other),
+        (beside_reference, 9, same),
+        (beside_reference, 12, other),
+        (replace(once, trained_parameters=80), 12, same),
+    ]:
+        advice = advise(plan(program(weights=weights, activations=20)), run)
+        (found,) = [text for text in advice if text.startswith(rows)]
+        assert found.startswith(line)
 
 
 def test_a_search_that_found_what_fits_needs_no_more():
