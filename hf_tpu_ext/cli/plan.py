@@ -26,7 +26,7 @@ from .trl_scripts import SCRIPTS, take_command
 DESCRIPTION = f"""\
 Compile a recipe ahead of time with the TPU compiler, without a TPU and without weights: HBM, step time and cost.
 The command takes about 1 GB of memory, whatever the size of the model.
-The compiler: {install_command("tpu")}. It takes a core, up to 5 GB besides (2 GB for 1.7 billion parameters)
+The compiler: {install_command("tpu")}. It takes a core, 2 to 5 GB besides (2 GB for 1.7 billion parameters)
 and one to several minutes for each graph (micro-step, training and evaluation step of each length). --search takes as
 long again for each of its variants: 3 combinations of settings on one chip, 6 on several, with about 3 batch sizes each.
 It shows them as they come, and Ctrl-C keeps those that are known.

@@ -35,6 +35,8 @@ _COMPARED_STEPS, _FIRST_RUNS = 8, 2
 # Where the trainer runs what was recorded and not run yet, which callbacks may have left. So many such graphs are no recompiles: a buffer
 # that is filled with 0 and later with 1 is two.
 _RUN_WHAT_IS_LEFT, _MOST_LEFT = {"training_step", "_take_train_metrics"}, 8
+# What a line has said, see [`CompiledFunction.refuse`], is no recompile to be told of again.
+_REPLAY_ENDED = Cause("replay is off from here on, and a graph that is traced each time is another one", "")
 
 
 @dataclass(frozen=True)
@@ -201,14 +203,15 @@ class ProgramWatch:
         """
         execute = self._backend.end_step if execute is None else execute
         # A step that is traced from now on is another program than one that could be replayed.
-        history = self._histories.setdefault((kind, shape, execute == self._backend.end_step), _ProgramHistory())
-        if execute == self._backend.end_step and self._backend.compiles_operators:
+        is_traced = execute == self._backend.end_step
+        history = self._histories.setdefault((kind, shape, is_traced), _ProgramHistory())
+        if is_traced and self._backend.compiles_operators:
             if history.runs and not settle:
                 return None
             execute, self._is_settled = self._backend.wait, True
         else:
             self.note_others()
-        operations = self._list_operations(history, is_recorded=execute != self._backend.end_step)
+        operations = self._list_operations(history, is_recorded=not is_traced)
         with self._backend.insight.own_reads():
             if history.runs:
                 program = execute()
@@ -231,7 +234,8 @@ class ProgramWatch:
         if is_compiled:
             # Calls of the trainer's own.
             self._backend.insight.compile_sites()
-            seconds = self._note_event(kind, shape, cause)
+            is_first_traced = is_traced and history.runs == 1 and (kind, shape, False) in self._histories
+            seconds = self._note_event(kind, shape, _REPLAY_ENDED if is_first_traced else cause)
             again = f"recompilation of the {kind} for batches of {format_size(shape)} ({seconds:.1f} s)"
             self._warn(history, f"{where}: {again}", cause)
         elif (
@@ -353,7 +357,7 @@ class ProgramWatch:
         if cause is None:
             history.open_event = len(self.events)
             cause = Cause(
-                "batch, parameters, settings and optimizer are unchanged, so a Python number or a branch changed"
+                "batch and optimizer are unchanged, so a Python number or a branch changed"
                 + (f" in {own_code}" if (own_code := self._find_own_code()) else ""),
                 f"torch_xla folds {FOLDED_NUMBERS} into the graph, and sends equal numbers as one: send such a number as a tensor, "
                 "trainer.backend.send(torch.tensor(value)), or with step_replay=True keep it in a buffer of the model, which a callback "

@@ -348,6 +348,19 @@ def test_what_each_step_changes_is_no_cause(train):
     ]
 
 
+def test_a_program_that_is_traced_since_replay_has_ended(train, lines):
+    """Its line is that on replay: the recompile is in the events, and is not told of or counted again."""
+
+    class Changes(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            args.max_grad_norm = 1.0 + state.global_step
+
+    trainer = train(callbacks=[Changes()], step_replay=True)
+    ended = "replay is off from here on, and a graph that is traced each time is another one"
+    assert [cause for _, cause in causes(trainer)].count(ended) == 1
+    assert ended not in "".join(lines()) and trainer.watch.recompiles == len(causes(trainer)) - 1
+
+
 @pytest.mark.parametrize(
     ("first", "then", "words", "at"),
     [
