@@ -5,26 +5,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import LogitsProcessorList
+from transformers.generation import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from ..backends.base import Backend
 from ..errors import UserError
 from ..layers.random_numbers import BY_ROW, gumbel, scramble
 
 
-# Processors of transformers that are the same for every token, and do not read the device.
-_ON_DEVICE = {
-    "EpsilonLogitsWarper",
-    "LogitNormalization",
-    "MinPLogitsWarper",
-    "RepetitionPenaltyLogitsProcessor",
-    "SuppressTokensLogitsProcessor",
-    "TemperatureLogitsWarper",
-    "TopKLogitsWarper",
-    "TopPLogitsWarper",
-    "TypicalLogitsWarper",
-}
-# Settings of [`~transformers.GenerationConfig`] that need more than one pass for each token, or the host, and what is without effect.
+# Settings of [`~transformers.GenerationConfig`] that need more than one pass for each token, the host, or an operator that XLA does not
+# have (`typical_p`: `nansum`), and what is without effect.
 _REFUSED = {
     "num_beams": 1,
     "num_beam_groups": 1,
@@ -44,7 +33,21 @@ _REFUSED = {
     "output_logits": False,
     "output_attentions": False,
     "output_hidden_states": False,
+    "guidance_scale": 1,
+    "sequence_bias": None,
+    "no_repeat_ngram_size": 0,
+    "bad_words_ids": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "remove_invalid_values": False,
+    "exponential_decay_length_penalty": None,
+    "begin_suppress_tokens": None,
+    "top_h": None,
+    "typical_p": 1,
+    "eta_cutoff": 0,
 }
+# Allowed settings that do nearly the same as one that is refused.
+_IN_ITS_PLACE = {"min_length": "min_new_tokens", "no_repeat_ngram_size": "repetition_penalty"}
 
 
 def check_generation_config(config: GenerationConfig) -> None:
@@ -52,7 +55,7 @@ def check_generation_config(config: GenerationConfig) -> None:
     for name, without_effect in _REFUSED.items():
         value = vars(config).get(name)
         if value not in (None, without_effect):
-            fix = "min_new_tokens" if name == "min_length" else "generate() of the model on CPU or CUDA"
+            fix = _IN_ITS_PLACE.get(name, "generate() of the model on CPU or CUDA")
             raise UserError(
                 f"{name}={value!r} cannot be used in a program of static shapes. Leave it out, or use {fix}."
             )
@@ -94,15 +97,8 @@ class Sampler:
             )
             if not type(each).__name__.startswith("MinNewTokens")
         )
-        names = {type(each).__name__ for each in self.processors}
-        for name in sorted(names - _ON_DEVICE):
-            raise UserError(
-                f"A setting of the generation asks for {name}, which cannot run on {backend.device.type}. Allowed are "
-                "temperature, top_k, top_p, min_p, typical_p, epsilon_cutoff, repetition_penalty, suppress_tokens, "
-                "min_new_tokens, eos_token_id. Leave it out, or generate with the model on CPU or CUDA."
-            )
         #: Whether a choice depends on the tokens before.
-        self.reads_history = "RepetitionPenaltyLogitsProcessor" in names
+        self.reads_history = any(isinstance(each, RepetitionPenaltyLogitsProcessor) for each in self.processors)
 
     def choose(self, logits: Tensor, seed: Tensor, number: Tensor, history: Tensor | None) -> tuple[Tensor, Tensor]:
         """

@@ -241,6 +241,10 @@ def test_tracing_without_torch_xla(monkeypatch):
     assert "Ahead-of-time tracing needs torch_xla, which is not installed: pip install " in message
 
 
-@pytest.mark.parametrize("setting", [{"min_length": 4}, {"num_beams": 2}, {"min_length": 9}], ids=str)
+@pytest.mark.parametrize(
+    "setting",
+    [{"min_length": 4}, {"num_beams": 2}, {"min_length": 9}, {"typical_p": 0.5}, {"bad_words_ids": [[3]]}],
+    ids=str,
+)
 def test_settings_of_a_generation(setting):
     assert_fixes(lambda **settings: check_generation_config(GenerationConfig(**settings)), setting, "Leave it out")

@@ -7,6 +7,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -20,12 +21,27 @@ from trl import SFTConfig
 
 from hf_tpu_ext.cli.swap import TRAINERS
 from hf_tpu_ext.cli.trl_scripts import SCRIPTS
+from hf_tpu_ext.generation import sampling
 from hf_tpu_ext.trainers.checks import adaptations
 from hf_tpu_ext.trainers.set_up import bind_device
 
 
 def parameters(function):
     return list(inspect.signature(function).parameters)
+
+
+# ---- Settings of a generation ----
+
+
+def test_settings_that_make_processors_of_logits():
+    """Each is refused, or runs on the device within a loop."""
+    run = "do_sample epsilon_cutoff min_new_tokens min_p renormalize_logits repetition_penalty suppress_tokens temperature top_k top_p"
+    read_elsewhere = "_eos_token_tensor max_length num_beams num_return_sequences use_cache"
+    ignored_without_encoder = "encoder_no_repeat_ngram_size encoder_repetition_penalty"
+    source = inspect.getsource(transformers.GenerationMixin._get_logits_processor)
+    named = set(re.findall(r"generation_config\.(\w+)", source))
+    allowed = {*run.split(), *read_elsewhere.split(), *ignored_without_encoder.split()}
+    assert named - sampling._REFUSED.keys() == allowed - {"num_beams"}
 
 
 # ---- Arguments ----

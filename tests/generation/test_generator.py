@@ -282,7 +282,7 @@ def test_arguments_of_generate_that_cannot_work_are_refused(qwen, settings, word
     [
         (dict(num_beams=4), ["num_beams=4", "Leave it out"]),
         (dict(min_length=9), ["min_length=9", "min_new_tokens"]),
-        (dict(no_repeat_ngram_size=3), ["NoRepeatNGram", "repetition_penalty"]),
+        (dict(no_repeat_ngram_size=3), ["no_repeat_ngram_size=3", "repetition_penalty"]),
         (dict(stop_strings=["."]), ["stop_strings"]),
         (dict(max_new_tokens=None, max_length=None), ["max_new_tokens=256"]),
     ],

@@ -16,6 +16,7 @@ from hf_tpu_ext.generation.sampling import Sampler
         dict(top_k=4),
         dict(top_p=0.7),
         dict(min_p=0.2),
+        dict(epsilon_cutoff=0.07, renormalize_logits=True),
         dict(top_k=6, top_p=0.8, temperature=0.6),
     ],
     ids=str,
