@@ -10,7 +10,16 @@ from .metrics import PHASES, RESULTS
 from .parts import Report, Section, Table
 from .planned import expected_figures, format_span
 from .record import Run, points
-from .sections import begin_time, compilations_of, datasets_of, headline, notes_on, time_in_phases, time_of_step
+from .sections import (
+    begin_time,
+    compilations_of,
+    datasets_of,
+    headline,
+    notes_on,
+    take_some,
+    time_in_phases,
+    time_of_step,
+)
 
 
 def compare_runs(runs: Sequence[Run], prices: Mapping[str, Price]) -> Report:
@@ -30,6 +39,7 @@ def compare_runs(runs: Sequence[Run], prices: Mapping[str, Price]) -> Report:
         by_minutes = {run.name: [(at / 60, loss) for at, loss in points(run.logs, "loss", "at")] for run in runs}
         if all(by_minutes.values()):
             section.figures.insert(1, draw_curves("Loss over time", by_minutes, over="minutes of training"))
+    section.tables += _losses(runs)
     others = [
         {
             "begun": begin_time(run.sessions[0]),
@@ -110,6 +120,14 @@ def _beside_the_run(plan: Mapping[str, Any]) -> dict[str, str]:
             f"{best['tokens_per_second']:,.0f} tokens/s/chip, {format_bytes(best['peak_bytes'])}: {settings}"
         )
     return found
+
+
+def _losses(runs: Sequence[Run]) -> list[Table]:
+    """The loss at some of the steps at which each run has logged it."""
+    of_runs = [dict(points(run.logs, "loss")) for run in runs]
+    steps = [step for step in of_runs[0] if all(step in losses for losses in of_runs)]
+    rows = [[f"{step:,}", *(f"{losses[step]:.4g}" for losses in of_runs)] for step in take_some(steps)]
+    return [Table(["step", *(run.name for run in runs)], rows, "Loss at some steps")] if rows else []
 
 
 def _samples(runs: Sequence[Run]) -> Section:

@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -159,6 +159,11 @@ def _parts(run: Run) -> Section:
     return section
 
 
+def take_some(values: Sequence[Any]) -> list[Any]:
+    """About ten of some values, the last among them."""
+    return [*values[: -1 : max(1, len(values) // 10)], *values[-1:]]
+
+
 def _curves(run: Run) -> Section:
     section = Section("Training")
     if can_draw():
@@ -173,7 +178,7 @@ def _curves(run: Run) -> Section:
         # Callbacks have written the logs without a loss.
         if logs := [log for log in logs if prefix + "loss" in log]:
             if not prefix:
-                logs = [*logs[: -1 : max(1, len(logs) // 10)], logs[-1]]
+                logs = take_some(logs)
             columns = [name for name in _NAMES if any(prefix + name in log for log in logs)]
             rows = [[_cell(log.get(key)) for key in ("step", *(prefix + name for name in columns))] for log in logs]
             section.tables.append(Table(["step", *map(column, columns)], rows, title))
