@@ -91,12 +91,21 @@ def _find_settings(
     if run.mesh.get("fsdp", 1) < topology.num_chips:
         yield "mesh", "mesh: fsdp, which shards weights and optimizer state over the chips"
     if state_fits:
-        if kinds - of_evaluation - {PREFILL, DECODE}:
-            yield from _make_train_batch_smaller(run, state["weights"], room)
+        name, rows = "per_device_train_batch_size", run.per_device_train_batch_size
+        if (fewer := _fewer_rows(rows, run.train_rows_multiple)) and kinds - of_evaluation - {PREFILL, DECODE}:
+            yield name, f"{name}: {fewer}{_on_global_batch(run, rows // fewer, state['weights'], room)}"
         name = "per_device_eval_batch_size"
         if of_evaluation and (fewer := _fewer_rows(run.per_device_eval_batch_size, run.eval_rows_multiple)):
             yield name, f"{name}: {fewer}"
-        yield _make_rows_shorter(programs, kinds, run)
+        if run.generations is None:
+            half = max(program.batch_shape[1] for program in programs if program.kind in kinds) // 2
+            yield (
+                "max_length",
+                f"max_length: {half} (--seq_lengths {half}, where these are given), which cuts off longer rows",
+            )
+        else:
+            half = max(program.batch_shape[1] for program in programs if program.kind == DECODE) // 2
+            yield "max_completion_length", f"max_completion_length: {half}, which cuts off longer completions"
     if run.could_precompute_reference:
         yield (
             "precompute_ref_log_probs",
@@ -111,35 +120,17 @@ def _find_settings(
         yield "load_in_4bit", f"{both} (QLoRA), with frozen linear layers in 4 bits"
 
 
-def _make_train_batch_smaller(run: Run, weight_bytes: int, room: int) -> Iterator[tuple[str, str]]:
-    name, rows = "per_device_train_batch_size", run.per_device_train_batch_size
-    if (fewer := _fewer_rows(rows, run.train_rows_multiple)) is None:
-        return
+def _on_global_batch(run: Run, times_fewer: int, weight_bytes: int, room: int) -> str:
+    """What becomes of the global batch size with so many times fewer rows on a chip."""
     steps = run.gradient_accumulation_steps
     # Gradients that are kept between micro-steps, as large as the weights that they are of.
     kept = weight_bytes * run.trained_parameters // (run.parameters + run.other_parameters) if steps == 1 else 0
     if kept < room:
-        yield (
-            name,
-            f"{name}: {fewer} with gradient_accumulation_steps: {steps * rows // fewer}, the same global batch size",
-        )
-    else:
-        yield (
-            name,
-            f"{name}: {fewer}, a smaller global batch size (gradient_accumulation_steps would keep {format_bytes(kept)} of gradients, "
-            "for which there is no room)",
-        )
-
-
-def _make_rows_shorter(
-    programs: Sequence[TracedProgram | CompiledProgram], kinds: set[str], run: Run
-) -> tuple[str, str]:
-    if run.generations is None:
-        half = max(program.batch_shape[1] for program in programs if program.kind in kinds) // 2
-        line = f"max_length: {half} (--seq_lengths {half}, where these are given), which cuts off longer rows"
-        return "max_length", line
-    half = max(program.batch_shape[1] for program in programs if program.kind == DECODE) // 2
-    return "max_completion_length", f"max_completion_length: {half}, which cuts off longer completions"
+        return f" with gradient_accumulation_steps: {steps * times_fewer}, the same global batch size"
+    return (
+        f", a smaller global batch size (gradient_accumulation_steps would keep {format_bytes(kept)} of gradients, for which there is no "
+        "room)"
+    )
 
 
 def _find_kinds_too_large(plan: Plan) -> set[str]:

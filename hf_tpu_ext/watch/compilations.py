@@ -211,7 +211,7 @@ class ProgramWatch:
             execute, self._is_settled = self._backend.wait, True
         else:
             self.note_others()
-        operations = self._list_operations(history, is_recorded=not is_traced)
+        operations = self._list_operations(history, is_recorded=execute != self._backend.end_step)
         with self._backend.insight.own_reads():
             if history.runs:
                 program = execute()
