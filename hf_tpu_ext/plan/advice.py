@@ -48,10 +48,11 @@ def foresee(
     if (kept := sum(state.values())) <= limit:
         return []
     parts = ", ".join(f"{role} {format_bytes(size)}" for role, size in state.items() if size)
+    first, *lines = _list_settings(programs, {program.kind for program in programs}, topology, run, searched)
     return [
         f"Before anything is computed, {parts} take {100 * kept / limit:.0f} % of the {format_bytes(limit)} of HBM that a chip has, so "
-        "this does not fit.",
-        *_list_settings(programs, {program.kind for program in programs}, topology, run, searched),
+        f"this does not fit. {first}",
+        *(f"- {line}" for line in lines),
         "It is compiled all the same, to say what is missing: Ctrl-C ends that.",
     ]
 
