@@ -21,6 +21,8 @@ With the model type of a vision language model, for instance smolvlm (needs pill
   model/        random weights and a processor of text and images
   data/         pictures of digits and questions about them
 """
+# Says that what is in a directory was made here, and may be made anew.
+_MARK = ".made_by_hf-tpu_prepare"
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -83,12 +85,13 @@ def _run_vision(args: argparse.Namespace) -> int:
 
 
 def _check_is_own(output_dir: Path, names: set[str]) -> None:
-    """Refuse a directory that an earlier call has not made: `model` and `data` there are somebody's own."""
+    """Refuse a directory that an earlier call has not made: `model` and `data` there are somebody's own. It is marked as made by one."""
     files = {path.name for path in output_dir.iterdir()} if output_dir.is_dir() else set()
-    # An earlier call has made all of them.
-    others = sorted(files - names if files >= names else files)
+    others = sorted(files - names - {_MARK} if _MARK in files else files)
     if others:
         raise UserError(
             f"--output_dir {output_dir} holds other files ({', '.join(others[:3])}{', ...' * (len(others) > 3)}), and model, data "
             f"and others in it would be replaced. Give a directory of its own: --output_dir {output_dir / 'tiny'}"
         )
+    output_dir.mkdir(parents=True, exist_ok=True)
+    (output_dir / _MARK).touch()

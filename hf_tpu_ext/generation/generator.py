@@ -60,7 +60,7 @@ class Generator:
         backend ([`Backend`]): The backend in use.
         config ([`~transformers.GenerationConfig`]):
             What is generated. It needs `max_new_tokens`, and a `pad_token_id` or an `eos_token_id`. As in `generate`, the model's
-            own settings stand in for those that are left out.
+            own settings stand in for those that are left out, unless it `is_complete`.
         prompt_lengths (`Sequence[int]`): Declared lengths of prompts.
         end_program (`Callable`, *optional*):
             Runs what was traced, called with the name of the program, the shape of its tokens and `execute=`, which does so.
@@ -68,6 +68,8 @@ class Generator:
         compile (`Callable`, *optional*):
             Makes the [`CompiledFunction`] of a function and of what lists the tensors that it reads and writes besides the model,
             always in the same order. By default it depends on the model alone.
+        is_complete (`bool`, *optional*, defaults to `False`):
+            Whether the model's own settings are in `config` already: what is `None` there was asked for.
 
     Raises:
         `ValueError`: A setting cannot work in a program of static shapes; the message names it.
@@ -81,11 +83,12 @@ class Generator:
         prompt_lengths: Sequence[int],
         end_program: Callable[..., Any] | None = None,
         compile: Callable[[Callable, Callable[[], list[Tensor]]], CompiledFunction] | None = None,
+        is_complete: bool = False,
     ):
         self._model, self._backend = model, backend
         plain = unwrap_peft_model(model)
         check_model(model)
-        self.config, _ = plain._prepare_generation_config(config)
+        self.config = config if is_complete else plain._prepare_generation_config(config)[0]
         if not self.config.max_new_tokens:
             raise UserError(
                 f"max_new_tokens={self.config.max_new_tokens} does not say how long completions may be. Set it to a number, "

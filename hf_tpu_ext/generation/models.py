@@ -10,6 +10,9 @@ from ..errors import UserError
 
 
 _TYPES_OF_LAYERS = {"full_attention", "sliding_attention"}
+# By the type of their configuration: some go by the length of the cache, which is static here, and have other tokens (gpt_neo, moshi);
+# some read how much of it is filled, which ends the process in a loop of a program (xglm, mpt, roformer); layers of gemma3n share it.
+_OTHER_CACHES = set("cpmant gemma3n_text git gpt_neo moshi mpt prophetnet roformer xglm xlm".split())
 
 
 def cache_argument(model: nn.Module) -> str | None:
@@ -21,13 +24,16 @@ def cache_argument(model: nn.Module) -> str | None:
 def check_model(model: nn.Module) -> None:
     """Refuse models whose state between two tokens is not keys and values alone (`ValueError`)."""
     config = unwrap_peft_model(model).config
-    types = set(vars(config.get_text_config(decoder=True)).get("layer_types") or ())
-    other = sorted(types - _TYPES_OF_LAYERS)
+    text_config = config.get_text_config(decoder=True)
+    # Of many, a property or another name of an attribute.
+    other = sorted(set(getattr(text_config, "layer_types", None) or ()) - _TYPES_OF_LAYERS)
     reason = None
     if config.is_encoder_decoder:
         reason = "is an encoder and a decoder"
     elif other:
         reason = f"has layers of type {', '.join(other)}"
+    elif text_config.model_type in _OTHER_CACHES:
+        reason = "computes with a cache of another form"
     elif cache_argument(unwrap_peft_model(model)) is None:
         reason = "takes neither `cache` nor `past_key_values`"
     elif isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:

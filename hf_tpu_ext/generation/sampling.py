@@ -34,6 +34,8 @@ _REFUSED = {
     "output_attentions": False,
     "output_hidden_states": False,
     "guidance_scale": 1,
+    "encoder_repetition_penalty": 1,
+    "encoder_no_repeat_ngram_size": 0,
     "sequence_bias": None,
     "no_repeat_ngram_size": 0,
     "bad_words_ids": None,

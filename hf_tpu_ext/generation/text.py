@@ -82,7 +82,7 @@ def generate(
         mesh = {"data": backend.num_chips, "fsdp": 1}
         backend.use_mesh(mesh)
         place_model(model, backend, mesh)
-    generator = Generator(model, backend, request.config, request.prompt_lengths)
+    generator = Generator(model, backend, request.config, request.prompt_lengths, is_complete=True)
     return request.answer(generator.generate(request.prompts, seed, request.copies), generator.pad_token_id)
 
 

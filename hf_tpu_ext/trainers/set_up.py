@@ -227,7 +227,7 @@ class SetUpMixin:
 
     def _replace_generate(self) -> None:
         self.model_generate = ModelGenerate(
-            self.model, self.backend, partial(TextGeneration, self), self.fetch_weights
+            self.model, self.backend, partial(TextGeneration, self, is_complete=True), self.fetch_weights
         )
 
     def _prepare_steps(self) -> None:

@@ -53,8 +53,8 @@ def cause_of(change: str) -> Cause:
     """The cause that a change of what Python may read is."""
     return Cause(
         change,
-        f"It may be another graph: set it before training, or change it rarely. torch_xla folds {FOLDED_NUMBERS} into the graph: a number "
-        "that changes at each step belongs into a buffer of the model.",
+        f"It may be another graph: set it before training, or change it rarely. torch_xla folds {FOLDED_NUMBERS} into the graph, "
+        "and sends equal numbers as one: a number that changes at each step belongs into a buffer of the model.",
     )
 
 

@@ -47,6 +47,14 @@ def test_what_pictures_need_leaves_the_torch_of_torch_xla(tmp_path, monkeypatch,
         run("tiny", "--output_dir", str(tmp_path), "--model_type", "smolvlm")
 
 
+def test_a_model_and_data_of_ones_own_are_no_earlier_call(tmp_path):
+    for name in ("model", "data"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=r"holds other files \(data, model\)"):
+        run("tiny", "--output_dir", str(tmp_path), "--model_type", "smolvlm")
+    assert not [*(tmp_path / "model").iterdir()]
+
+
 @pytest.mark.parametrize("other", ["train.py", None])
 def test_nothing_of_others_is_replaced(tmp_path, other):
     """As in a project that has a directory of data."""

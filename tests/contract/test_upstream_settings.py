@@ -37,10 +37,9 @@ def test_settings_that_make_processors_of_logits():
     """Each is refused, or runs on the device within a loop."""
     run = "do_sample epsilon_cutoff min_new_tokens min_p renormalize_logits repetition_penalty suppress_tokens temperature top_k top_p"
     read_elsewhere = "_eos_token_tensor max_length num_beams num_return_sequences use_cache"
-    ignored_without_encoder = "encoder_no_repeat_ngram_size encoder_repetition_penalty"
     source = inspect.getsource(transformers.GenerationMixin._get_logits_processor)
     named = set(re.findall(r"generation_config\.(\w+)", source))
-    allowed = {*run.split(), *read_elsewhere.split(), *ignored_without_encoder.split()}
+    allowed = {*run.split(), *read_elsewhere.split()}
     assert named - sampling._REFUSED.keys() == allowed - {"num_beams"}
 
 

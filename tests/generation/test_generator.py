@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     Gemma3TextConfig,
     GemmaConfig,
@@ -303,6 +304,39 @@ def test_models_with_another_state_are_refused(xla):
         model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ValueError, match="Qwen3NextForCausalLM has layers of type linear_attention"):
         Generator(model, xla, GenerationConfig(**GREEDY), [8])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("gpt_neo", "GPTNeoForCausalLM computes with a cache of another form"),
+        ("xglm", "XGLMForCausalLM computes with a cache of another form"),
+        # The types of its layers are a property.
+        ("mamba", "MambaForCausalLM has layers of type linear_attention"),
+    ],
+)
+def test_models_with_another_cache_are_refused(xla, model_type, reason):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type))
+    with pytest.raises(ValueError, match=reason):
+        Generator(model, xla, GenerationConfig(**GREEDY), [8])
+
+
+@pytest.mark.parametrize(
+    ("own", "undone"),
+    [
+        (dict(repetition_penalty=1.8), dict(repetition_penalty=None)),
+        (dict(suppress_tokens=[*range(5, 30)]), dict(suppress_tokens=None)),
+    ],
+    ids=str,
+)
+def test_a_setting_of_the_model_is_undone_by_none(qwen, monkeypatch, own, undone):
+    ids = torch.tensor([[7, 8, 9, 11]])
+    expected = generate_eagerly(qwen.eager, ids.tolist(), **GREEDY)
+    for name, value in own.items():
+        monkeypatch.setattr(qwen.model.generation_config, name, value)
+    assert generate(qwen.model, ids, **GREEDY)[0, 4:].tolist() != expected[0]
+    assert generate(qwen.model, ids, **GREEDY, **undone)[0, 4:].tolist() == expected[0]
 
 
 def test_a_model_that_takes_no_cache_is_refused(qwen):

@@ -34,13 +34,15 @@ class TextGeneration:
     Generates completions with the weights that a trainer's model has now, in programs of static shape.
 
     They are compiled as steps are, unless code of the user's runs in the model. Where shapes are not static, upstream's `generate`
-    makes the tokens, and no log-probabilities. `config` and `prompt_lengths` are as in [`Generator`]; by default there is the
-    length of the longest prompt of each call.
+    makes the tokens, and no log-probabilities. `config`, `prompt_lengths` and `is_complete` are as in [`Generator`]; by default there
+    is the length of the longest prompt of each call.
     """
 
-    def __init__(self, trainer, config: GenerationConfig, prompt_lengths: Sequence[int] = ()):
+    def __init__(
+        self, trainer, config: GenerationConfig, prompt_lengths: Sequence[int] = (), is_complete: bool = False
+    ):
         self._trainer, self._backend, self._programs = trainer, trainer.backend, trainer.programs
-        self._config, self._lengths = config, list(prompt_lengths)
+        self._config, self._lengths, self._is_complete = config, list(prompt_lengths), is_complete
         self.generator: Generator | None = None
 
     def generate(
@@ -75,7 +77,7 @@ class TextGeneration:
         with trainer.models_as_run(), trainer.autocast(), trainer.chips.tokens_stay_on_chips():
             if key not in generators:
                 generators[key] = Generator(
-                    self._model, self._backend, self._config, lengths, self._end, self._compile
+                    self._model, self._backend, self._config, lengths, self._end, self._compile, self._is_complete
                 )
             self.generator = generators[key]
             with trainer.copies.unwatched():
