@@ -156,6 +156,9 @@ class Trace:
             )
         # A buffer that is still to be filled has no identity.
         xm.wait_device_ops()
+        if len(set(graphs.identify_buffers(self._state))) < len(self._state):
+            # What is equal is sent once: a callback may have filled two buffers with the same number.
+            backend.programs.separate_copies(self._state)
         # Held on to: the buffer of a tensor that is written before it is read is free, and its identity goes to the next.
         self._held_tensors = graphs.hold_buffers([*state, *data])
         self._buffers = graphs.identify_buffers([*state, *data])
