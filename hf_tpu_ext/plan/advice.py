@@ -15,8 +15,6 @@ from .trace import Run
 
 # What a search may vary of these.
 _SEARCHED = ("rematerialization", "mesh", "per_device_train_batch_size")
-_BFLOAT16 = "dtype: bfloat16"
-_BFLOAT16_LINE = f"{_BFLOAT16}, which halves weights, gradients and optimizer state, and rounds them"
 
 
 def advise(plan: Plan, run: Run, searched: Collection[str] = ()) -> list[str]:
@@ -28,12 +26,9 @@ def advise(plan: Plan, run: Run, searched: Collection[str] = ()) -> list[str]:
     if plan.fits is None:
         return []
     if plan.fits or plan.trials:
-        lines = (
+        return (
             [] if searched else ["--search compiles variants, larger batches among them, and says which are faster."]
         )
-        # A plan that leaves room needs no weights that are less exact.
-        is_half_full = (plan.peak_bytes or 0) > plan.topology.chip.memory_bytes / 2
-        return [*lines, _BFLOAT16_LINE] if run.trains_in_float32 and is_half_full else lines
     return _list_settings(plan.programs, _find_kinds_too_large(plan), plan.topology, run, searched)
 
 
@@ -115,7 +110,7 @@ def _find_settings(
     if run.could_have_adapter:
         yield "use_peft", "use_peft: true (LoRA), which trains adapters alone"
     if run.trains_in_float32:
-        yield "dtype", _BFLOAT16_LINE
+        yield "dtype", "dtype: bfloat16, which halves weights, gradients and optimizer state, and rounds them"
     if run.could_be_quantized:
         both = "load_in_4bit: true with use_peft: true" if run.could_have_adapter else "load_in_4bit: true"
         yield "load_in_4bit", f"{both} (QLoRA), with frozen linear layers in 4 bits"

@@ -180,11 +180,9 @@ def test_what_a_search_tries_is_left_to_it():
 
 
 def test_of_a_plan_that_fits_or_is_not_known():
-    planned, roomy = (plan(program(weights=weights)) for weights in (8, 2))
-    assert advise(planned, SMALL) == [FASTER] and advise(planned, FULL) == [FASTER, BFLOAT16]
-    assert advise(planned, SMALL, ["mesh"]) == [] and advise(planned, FULL, ["mesh"]) == [BFLOAT16]
-    # Where there is room, numbers stay exact.
-    assert advise(roomy, FULL) == [FASTER] and advise(roomy, FULL, ["mesh"]) == []
+    planned = plan(program(weights=8))
+    # Nothing that makes numbers less exact, or memory smaller.
+    assert advise(planned, FULL) == [FASTER] and advise(planned, FULL, ["mesh"]) == []
     unknown = replace(planned, programs=[], unknown=["the TPU compiler is not installed"])
     assert advise(unknown, FULL) == [] and advise(unknown, FULL, ["mesh"]) == []
 
