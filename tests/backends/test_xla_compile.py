@@ -271,22 +271,6 @@ def test_a_state_that_shares_a_buffer_is_not_given_to_a_program(xla, total):
     assert torch.equal(xla.fetch(total), torch.full((3,), 2.0))
 
 
-def test_state_that_is_filled_with_the_same_number_is_told_apart(xla, total):
-    """What is equal is sent once, as two numbers that a callback fills buffers with."""
-    one, other = xla.send((torch.zeros(()), torch.ones(())))
-    call = Calls(xla, lambda total, one, other, number: total.add_(one * number + 3 * other), [total, one, other])
-    expected, replayed = 0.0, 0
-    for step in range(6):
-        numbers = 0.5 + step, 0.5 + step if step < 4 else 9.5
-        for tensor, number in zip((one, other), numbers, strict=True):
-            tensor.copy_(torch.tensor(number))
-        call(2.0)
-        expected += 2 * numbers[0] + 3 * numbers[1]
-        replayed += call.compiled.replays
-    assert call.said == [] and replayed == 4
-    assert torch.equal(xla.fetch(total), torch.full((3,), expected))
-
-
 def test_a_change_is_traced_anew_and_too_many_are_not(xla, total):
     call = Calls(xla, accumulate, [total])
     for _ in range(8):

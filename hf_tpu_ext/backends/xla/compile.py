@@ -156,25 +156,16 @@ class Trace:
             )
         # A buffer that is still to be filled has no identity.
         xm.wait_device_ops()
-        self._buffers = graphs.identify_buffers([*state, *data])
-        if self._shares_buffers:
-            # What is equal is sent once: a callback may have filled two buffers with the same number.
-            backend.programs.separate_copies(self._state)
-            self._buffers = graphs.identify_buffers([*state, *data])
         # Held on to: the buffer of a tensor that is written before it is read is free, and its identity goes to the next.
         self._held_tensors = graphs.hold_buffers([*state, *data])
+        self._buffers = graphs.identify_buffers([*state, *data])
         self._places = {buffer: place for place, buffer in enumerate(self._buffers)}
         # The same data may stand in two of them.
-        if self._shares_buffers:
+        if len(set(self._buffers[: len(self._state)])) < len(self._state):
             raise CannotReplay("two tensors of the training state share a buffer")
         self._sent_buffers: set[int] = set()
         self._before = read_random_state(), xm.get_rng_state(), backend.insight.counters()
         graphs.pending.begin_trace(self)
-
-    @property
-    def _shares_buffers(self) -> bool:
-        """Whether two tensors of the state have the same buffer."""
-        return len(set(self._buffers[: len(self._state)])) < len(self._state)
 
     def note_sent(self, tensors: Sequence[torch.Tensor]) -> None:
         """Note tensors that were sent to the device meanwhile."""
