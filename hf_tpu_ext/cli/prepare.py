@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         "unpaired": partial(make_preferences, paired=False),
         "questions": make_questions,
     }
-    _check_is_own(args.output_dir, {"model", "teacher", *makers})
+    _take_directory(args.output_dir, {"model", "teacher", *makers})
     model_dir = make_model(args.output_dir / "model", args.model_type)
     teacher_dir = make_model(args.output_dir / "teacher", args.model_type, seed=1)
     print(f"Model in {model_dir}, another as its teacher in {teacher_dir}")
@@ -78,14 +78,14 @@ def _run_vision(args: argparse.Namespace) -> int:
         raise UserError(
             f"--model_type {args.model_type} takes images, and needs {error.name}: {install_command(extras)}"
         ) from error
-    _check_is_own(args.output_dir, {"model", "data"})
+    _take_directory(args.output_dir, {"model", "data"})
     print(f"Model in {make_vision_model(args.output_dir / 'model', args.model_type)}")
     print(f"Digits in {write_digits(args.output_dir / 'data')}: 512 training rows, 64 evaluation rows")
     return 0
 
 
-def _check_is_own(output_dir: Path, names: set[str]) -> None:
-    """Refuse a directory that an earlier call has not made: `model` and `data` there are somebody's own. It is marked as made by one."""
+def _take_directory(output_dir: Path, names: set[str]) -> None:
+    """Mark a directory as made here. One with files and without the mark is refused: `model` and `data` there are somebody's own."""
     files = {path.name for path in output_dir.iterdir()} if output_dir.is_dir() else set()
     others = sorted(files - names - {_MARK} if _MARK in files else files)
     if others:
