@@ -271,6 +271,35 @@ def test_a_state_that_shares_a_buffer_is_not_given_to_a_program(xla, total):
     assert torch.equal(xla.fetch(total), torch.full((3,), 2.0))
 
 
+@pytest.mark.parametrize("equal_from", [0, 4])
+@pytest.mark.parametrize("how", ["copy_", "_foreach_copy_", "to"])
+def test_numbers_that_user_code_sends_have_buffers_of_their_own(xla, total, equal_from, how):
+    """torch_xla sends equal numbers once, and a program that writes both would be given one buffer twice."""
+    one, other = xla.send((torch.zeros(()), torch.ones(())))
+
+    def step(total, one, other, number):
+        total.add_(one * number + 3 * other)
+        one.add_(number.mean())
+        other.mul_(number.mean())
+
+    call = Calls(xla, step, [total, one, other])
+    expected, replayed = 0.0, 0
+    for turn in range(8):
+        numbers = torch.tensor(0.5 + turn), torch.tensor(0.5 + turn if turn >= equal_from else 9.5)
+        with call.compiled._copies:
+            if how == "_foreach_copy_":
+                torch._foreach_copy_([one, other], numbers)
+            else:
+                for tensor, number in zip((one, other), numbers, strict=True):
+                    tensor.copy_(number) if how == "copy_" else setattr(tensor, "data", number.to(xla.device))
+        call(2.0)
+        expected += 2 * numbers[0] + 3 * numbers[1]
+        replayed += call.compiled.replays
+        assert xla.fetch([one, other]) == [numbers[0] + 2, 2 * numbers[1]]
+    assert call.said == [] and replayed == 6
+    assert torch.equal(xla.fetch(total), expected.expand(3))
+
+
 def test_a_change_is_traced_anew_and_too_many_are_not(xla, total):
     call = Calls(xla, accumulate, [total])
     for _ in range(8):

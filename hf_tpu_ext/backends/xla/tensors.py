@@ -83,13 +83,9 @@ class XLARealCopies(TorchFunctionMode, RealCopies):
             results = _on_device(result) if type(result) in (list, tuple) else []
         if results:
             self.has_aliases = True
-            # What is made of no device tensor, or read from an attribute, is no copy.
-            sources = [] if func.__name__ == "__get__" else _on_device(tree_leaves((args, kwargs)))
-            if sources:
-                source_memory = set(map(memory_shared, sources))
-                give_own_buffers(
-                    [tensor for tensor in select_computed(results) if memory_shared(tensor) not in source_memory]
-                )
+            # What is read from an attribute is no copy.
+            if func.__name__ != "__get__":
+                give_own_buffers(_find_copies(func, results, _on_device(tree_leaves((args, kwargs)))))
         return result
 
     @contextmanager
@@ -107,6 +103,21 @@ class XLARealCopies(TorchFunctionMode, RealCopies):
             self._is_suspended = False
             if is_innermost:
                 torch.overrides._push_mode(self)
+
+
+def _find_copies(
+    func: Callable, results: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The results that may share a buffer with what they were made of, or with another number: torch_xla sends equal ones once."""
+    numbers = [tensor for tensor in results if tensor.dim() == 0]
+    if func in _COPIES_IN_PLACE:
+        return numbers
+    source_memory = set(map(memory_shared, sources))
+    return [
+        tensor
+        for tensor in select_computed(results if sources else numbers)
+        if memory_shared(tensor) not in source_memory
+    ]
 
 
 def _real_copy(tensor: torch.Tensor) -> torch.Tensor:
