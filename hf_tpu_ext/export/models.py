@@ -11,7 +11,7 @@ import torch
 from peft import PeftConfig, PeftModel, TaskType
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import CONFIG_NAME as ADAPTER_CONFIG_NAME
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, TrainableTokensWrapper
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
@@ -305,21 +305,41 @@ def _only_errors() -> Iterator[None]:
 def merge(model: PeftModel) -> PreTrainedModel:
     """
     Merge an adapter, which is not to be used afterwards, into its base, in the dtype that the weights have. Embeddings
-    are tied if they still are one. Raises `ValueError` where the adapter has weights that are no numbers.
+    are tied if they still are one. Raises `ValueError` where the adapter has weights that are no numbers, or a bias that the base has
+    not.
     """
     base = model.get_base_model()
     if base.get_output_embeddings() is None:
-        return model.merge_and_unload(safe_merge=True)
+        return _take_up(model)
     embeddings = [base.get_input_embeddings(), base.get_output_embeddings()]
-    if any(isinstance(module, BaseTunerLayer) for module in embeddings):
+    layers = [_find_base_layer(module) for module in embeddings]
+    if layers != embeddings and layers[0].weight is layers[1].weight:
         # What an adapter adds to one of two tied weights would be added to both; to both, twice.
-        layers = [module.get_base_layer() if isinstance(module, BaseTunerLayer) else module for module in embeddings]
-        if layers[0].weight is layers[1].weight:
-            layers[1].weight = nn.Parameter(layers[0].weight.detach().clone())
+        layers[1].weight = nn.Parameter(layers[0].weight.detach().clone())
     was_tied = base.config.tie_word_embeddings
-    result = model.merge_and_unload(safe_merge=True)
+    result = _take_up(model)
     weights = [result.get_input_embeddings().weight, result.get_output_embeddings().weight]
     result.config.tie_word_embeddings = was_tied and torch.equal(*weights)
     if result.config.tie_word_embeddings:
         result.tie_weights()
+    return result
+
+
+def _find_base_layer(module: nn.Module) -> nn.Module:
+    """The layer of the base, which an adapter may wrap once for its matrices and once for its tokens."""
+    while isinstance(module, BaseTunerLayer | TrainableTokensWrapper):
+        module = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module.token_adapter
+    return module
+
+
+def _take_up(model: PeftModel) -> PreTrainedModel:
+    try:
+        result = model.merge_and_unload(safe_merge=True)
+        for name, module in result.named_modules():
+            if isinstance(module, BaseTunerLayer | TrainableTokensWrapper):
+                raise RuntimeError(f"PEFT leaves a part of it at {name}")
+    except RuntimeError as error:
+        raise UserError(
+            f"The adapter cannot be merged into its base ({error}). It is used as it is: peft.AutoPeftModelForCausalLM.from_pretrained"
+        ) from error
     return result

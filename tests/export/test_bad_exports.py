@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from hf_tpu_ext.cli.main import main
+from hf_tpu_ext.errors import UserError
 from hf_tpu_ext.export.files import only_export_to, whole_directory
 from hf_tpu_ext.export.make import export_run
 
@@ -119,6 +120,20 @@ def test_a_kill_leaves_no_half_of_an_export(run_dir):
     assert forked.run(command, timeout=300).returncode == 0
     assert not list(run_dir.glob(".*"))
     assert (run_dir / "merged" / "export.json").is_file()
+
+
+@pytest.mark.filterwarnings("ignore:Model (with|has) `tie_word_embeddings=True`", "ignore:`lora_bias=True` was passed")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["q_proj"], "lora_bias": True},
+        {"target_modules": ["q_proj", "lm_head"], "trainable_token_indices": {"embed_tokens": [1, 2]}, "tied": True},
+    ],
+)
+def test_what_peft_cannot_merge_is_a_sentence(make_adapter, settings):
+    run_dir, _ = make_adapter(**settings)
+    with pytest.raises(UserError, match="cannot be merged into its base .* It is used as it is"):
+        export_run(run_dir, merge=True)
 
 
 def test_prompt_tuning_has_nothing_to_merge(base, tmp_path):

@@ -99,6 +99,7 @@ def test_full_model_is_converted(full_run):
         ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}, False),
         ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True),
         ({"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]}, True),
+        ({"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [1, 2], "lm_head": [3]}}, False),
         ({"target_modules": ["q_proj"], "use_dora": True}, True),
     ],
 )
