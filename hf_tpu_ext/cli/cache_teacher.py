@@ -139,9 +139,9 @@ def _check(script_args, training_args, model_args, dataset_args, cache_args) -> 
 
 
 def _load(kd_teacher, training_args, model_args, compute_dtype):
-    """Load the teacher, and the student's tokenizer or processor."""
+    """Load the teacher, with the student's vocabulary, and the student's tokenizer or processor."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer, ProcessorMixin
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, ProcessorMixin
 
     from ..distillation.teachers import check_vocabulary
 
@@ -163,6 +163,13 @@ def _load(kd_teacher, training_args, model_args, compute_dtype):
         attn_implementation=model_args.attn_implementation,
         trust_remote_code=trust,
     )
+    config = AutoConfig.from_pretrained(
+        model_args.model_name_or_path, revision=model_args.model_revision, trust_remote_code=trust
+    )
+    vocab_size = max(config.get_text_config().vocab_size, len(tokenizer))
+    if vocab_size < model.get_output_embeddings().weight.shape[0]:
+        # Rows beyond it complete the teacher's embedding, and are no tokens.
+        model.resize_token_embeddings(vocab_size)
     return model, processor, tokenizer
 
 
@@ -204,8 +211,7 @@ def _prepare(kd_teacher, script_args, training_args, model_args, dataset_args, c
     top_k = min(DEFAULT_TOP_K, vocab_size) if training_args.kd_top_k is None else training_args.kd_top_k
     if top_k > vocab_size:
         raise UserError(
-            f"kd_top_k={top_k}, but the teacher's vocabulary has {vocab_size} tokens. Set kd_top_k to "
-            f"1...{vocab_size}."
+            f"kd_top_k={top_k}, but student and teacher share {vocab_size} tokens. Set kd_top_k to 1...{vocab_size}."
         )
     temperatures = cache_args.temperatures or [1.0, training_args.kd_temperature]
     train_dataset, eval_dataset = _load_splits(script_args, training_args, dataset_args)

@@ -90,22 +90,27 @@ class Distillation:
         beta (`float`): Weight of the teacher in the mixture of `"jsd"`.
         top_k (`int`, *optional*):
             Tokens of a teacher's logits to learn from, with one bucket for the others; all by default.
+        vocab_size (`int`, *optional*):
+            Tokens that a teacher's top K are the most likely of, where it gives no logits; those of the student by default.
     """
 
     temperature: float = 1.0
     kd_loss: str = "forward_kl"
     beta: float = 0.5
     top_k: int | None = None
+    vocab_size: int | None = None
 
     def terms(self, student: Head, targets: Tensor, teacher: Head | TopK, dtype: torch.dtype) -> TokenTerms:
         """Compare a student with its teacher on a few next tokens `targets`, with all of their logits in `dtype`."""
         logits = student.logits(dtype)
         log_probs = logits.log_softmax(-1)
+        # Rows that complete an embedding are no tokens: both distributions are over the shared ids.
+        shared = min(logits.shape[-1], self.vocab_size or logits.shape[-1])
         if isinstance(teacher, Head):
             with torch.no_grad():
                 teacher_logits = teacher.logits(dtype)
                 teacher_tokens = teacher_logits.argmax(-1)
-                shared = min(teacher_logits.shape[-1], logits.shape[-1])
+                shared = min(teacher_logits.shape[-1], shared)
                 if self.top_k is not None and self.top_k < shared:
                     teacher = TopK.of(teacher_logits[..., :shared], self.top_k, self.temperature)
         else:
@@ -114,7 +119,7 @@ class Distillation:
             kd = full_divergence(teacher_logits, logits, self.temperature, self.kd_loss, self.beta)
             coverage = torch.ones_like(kd)
         else:
-            kd = top_k_divergence(teacher, logits, self.temperature, self.kd_loss, self.beta)
+            kd = top_k_divergence(teacher, logits[..., :shared], self.temperature, self.kd_loss, self.beta)
             coverage = teacher.log_probs.to(kd.dtype).exp().sum(-1).clamp(max=1)
         student_tokens = logits.argmax(-1)
         return TokenTerms(

@@ -22,6 +22,7 @@ from ..backends import select_backend
 from ..errors import UserError
 from ..formatting import dtype_name
 from ..quantization.fake_quantized import TrainedFor
+from ..trainers.checkpoint.base_record import find_base_change
 from ..trainers.checkpoint.earlier_run import EXPORT_FILE
 from .files import check_output, only_export_to, whole_directory
 from .models import BaseCheck, Source, open_source
@@ -60,7 +61,8 @@ class Export:
             Their tokens, and those of the answers; of a reward model, the pairs of answers that it chose from.
         scores (`dict[str, tuple[float, float]]`, *optional*):
             The lowest and the highest score that a reward model gave, as it was `"trained"` and `"exported"`.
-        training ([`~proof.Difference`], *optional*): The base beside the trained model, where an adapter was merged.
+        training ([`~proof.Difference`], *optional*):
+            The base beside the trained model, where an adapter was merged that leaves it as it was.
         weights ([`~proof.Difference`]): The written weights, computed with in float32, beside the trained model.
         exported ([`~proof.Difference`]): The written weights, computed with in their own dtype.
         good (`bool`): Whether the export may be used in place of the trained model.
@@ -155,9 +157,10 @@ def export_run(
         with form.quantization.fake_quantization(model).enable() if form.is_as_trained else nullcontext():
             proof = Proof(model, tokenizer, prompts, rewards=form.auto_class is AutoModelForSequenceClassification)
         training = None
-        if merge:
+        if merge and find_base_change(model) is None:
             with model.disable_adapter():
                 training = proof.compare(proof.measure(model))
+        if merge:
             with warnings.catch_warnings():
                 # PEFT warns that embeddings are two weights now. The result says so.
                 warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied")

@@ -135,8 +135,8 @@ def judge(
     """
     if training is not None and training.max_abs == 0:
         return False, (
-            "The adapter changes nothing: it was not trained, or its weights have names that the base does not know. "
-            "Nothing of the training is in the export."
+            "The adapter changes nothing after these prompts: it was not trained, its weights have names that the base does not "
+            "know, or it trains tokens that no prompt has. In the last case, give prompts that have them: --prompts TEXT"
         )
     if difference.mean_kl <= _SAME:
         return (

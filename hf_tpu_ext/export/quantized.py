@@ -40,6 +40,10 @@ def choose_quantization(
         raise UserError(f"--quantize {dtype}: weights are rounded to {', '.join(WEIGHT_DTYPES)}. Give one of these.")
     if scale not in (None, *SCALES):
         raise UserError(f"--scale {scale}: scales are chosen by {', '.join(SCALES)}. Give one of these.")
+    if group_size is not None and group_size < 2:
+        raise UserError(
+            f"--group_size {group_size} is not at least 2. Leave it out for 32, or give another: --group_size 128"
+        )
     if trained_for is None:
         if dtype == AS_TRAINED:
             raise UserError(

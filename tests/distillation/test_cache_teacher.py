@@ -125,6 +125,29 @@ def test_cache_of_a_recipe(xla, tiny, recipe, prepared, tmp_path, capsys):
     assert "is complete already, with the same settings." in capsys.readouterr().out
 
 
+def test_rows_that_complete_the_teachers_embedding_are_no_tokens(tiny, recipe, prepared, tmp_path, monkeypatch):
+    """A cache holds none of them, and a distribution over the student's tokens: as a teacher that runs beside it."""
+    monkeypatch.setenv("HF_TPU_EXT_DEVICE", "cpu")
+    teacher = AutoModelForCausalLM.from_pretrained(tiny / "teacher", dtype=torch.float64)
+    vocab_size = teacher.config.vocab_size
+    teacher.resize_token_embeddings(vocab_size + 64, mean_resizing=False)
+    with torch.no_grad():
+        teacher.get_output_embeddings().weight[vocab_size:] = teacher.get_output_embeddings().weight[:64] * 2
+    shutil.copytree(tiny / "teacher", tmp_path / "teacher")
+    teacher.save_pretrained(tmp_path / "teacher")
+    input_ids = prepared[0]["input_ids"][0]
+    with torch.no_grad():
+        logits = teacher(torch.tensor([input_ids])).logits[0]
+    assert (logits.argmax(-1) >= vocab_size).any()
+    assert main(["cache-teacher", "--config", recipe(kd_top_k=8), "--kd_teacher", str(tmp_path / "teacher")]) == 0
+    cache = TeacherCache(tmp_path / "cache")
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
+    cache.check(2.0, 8, tokenizer, 64, vocab_size)
+    assert cache.manifest.vocab_size == vocab_size
+    expected = (logits[:, :vocab_size] / 2).log_softmax(-1).topk(8).values
+    torch.testing.assert_close(cache.lookup(input_ids, 2.0, 8).log_probs.double(), expected, rtol=2**-11, atol=1e-3)
+
+
 def test_defaults(xla, tiny, recipe, tmp_path, capsys):
     """All of a small vocabulary; in bfloat16, as upstream computes by default; and where `--output_dir` says."""
     # A teacher is not rounded: its layers need not be divided by the size of a group.

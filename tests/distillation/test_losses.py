@@ -139,6 +139,22 @@ def test_all_tokens_in_the_top_k_is_the_full_divergence(batch, kd_loss):
     )
 
 
+@pytest.mark.parametrize("is_cached", [False, True], ids=["online", "cached"])
+@pytest.mark.parametrize("top_k", [16, None])
+@pytest.mark.parametrize("kd_loss", KD_LOSSES)
+def test_rows_that_complete_the_students_embedding_are_no_tokens(batch, kd_loss, top_k, is_cached):
+    shared = VOCABULARY - 20
+    head = Head(batch["hidden"].double(), batch["weight"].double(), batch["bias"].double())
+    teacher = Head(batch["teacher_hidden"].double(), batch["teacher_weight"][:shared].double())
+    logits, teacher_logits = head.logits(torch.float64)[:, :shared], teacher.logits(torch.float64)
+    settings = Distillation(2.0, kd_loss, 0.3, top_k)
+    if is_cached:
+        teacher = TopK.of(teacher_logits, top_k or shared, 2.0)
+        settings = Distillation(2.0, kd_loss, 0.3, vocab_size=shared)
+    terms = distill(head, batch["targets"], teacher, settings, CPU)
+    torch.testing.assert_close(terms.kd, naive_kd(teacher_logits, logits, 2.0, top_k, kd_loss, 0.3))
+
+
 @pytest.mark.parametrize("kd_loss", KD_LOSSES)
 @pytest.mark.parametrize("top_k", [1, 16, None])
 def test_sure_teachers_and_students_stay_finite(kd_loss, top_k):

@@ -177,6 +177,15 @@ def test_adapter_that_changes_nothing_is_told(lora_run, tmp_path):
         export = export_run(run_dir, merge=True)
     assert not export.good
     assert export.verdict.startswith("The adapter changes nothing")
+    assert "it trains tokens that no prompt has" in export.verdict
+
+
+@pytest.mark.parametrize("init_lora_weights", [True, "pissa"])
+def test_what_training_changed_is_beside_the_model_that_it_began_with(make_adapter, init_lora_weights):
+    """With PiSSA, the base without its adapter is another model."""
+    run_dir, _ = make_adapter(scale=0.01, init_lora_weights=init_lora_weights)
+    export = export_run(run_dir, merge=True)
+    assert export.good and (export.training is None) == (init_lora_weights == "pissa")
 
 
 def test_the_phases_are_shown(lora_run, tmp_path, capsys):

@@ -198,6 +198,12 @@ def test_what_a_run_was_trained_for_is_beside_its_weights(run_with, place):
         ("plain", ["--group_size", "32"], "--group_size 32 has no effect without --quantize"),
         ("plain", ["--scale", "mse"], "--scale mse has no effect without --quantize"),
         ("plain", ["--quantize", "int4", "--scale", "least"], "--scale least: scales are chosen by max, mse."),
+        (
+            "plain",
+            ["--quantize", "int4", "--group_size", "0"],
+            "--group_size 0 is not at least 2. Leave it out for 32",
+        ),
+        ("plain", ["--quantize", "int4", "--group_size", "48"], "Set it, of an export --group_size, to a size that"),
         ("plain", ["--quantize", "int4", "--group_size", "128"], "does not divide the 64 inputs of"),
         (
             "inside",

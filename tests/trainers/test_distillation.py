@@ -115,6 +115,16 @@ def test_the_own_base_is_an_anchor(distil):
     assert logs[0.1][11]["ce_loss"] < logs[0.1][0]["ce_loss"]
 
 
+@pytest.mark.parametrize("setting", [{"init_lora_weights": "pissa"}, {"bias": "all"}])
+def test_a_base_that_is_not_that_of_the_start_is_no_teacher(distil, runs, setting):
+    """PiSSA takes its adapter off the base, and biases are trained in their place. The model itself is loaded beside it."""
+    ((name, value),) = setting.items()
+    with pytest.raises(ValueError, match=f"with {name}={value!r} that is not the model .* Set kd_teacher='"):
+        distil("cpu", kd_teacher="base", lora=setting)
+    trainer = distil("cpu", kd_teacher=str(runs.model_dir), lora=setting, max_steps=1, logging_steps=1)
+    assert trainer.state.log_history[0]["kd_loss"] == pytest.approx(0, abs=1e-6)
+
+
 @pytest.mark.ci
 def test_a_weight_of_nothing_is_plain_fine_tuning(distil, runs, teacher):
     ours, plain = distil(kd_teacher=teacher, kd_alpha=0.0), runs.stock(max_steps=4, warmup_steps=0)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 
 from ...atomic_write import write_atomically
@@ -33,9 +33,7 @@ def find_frozen(model: nn.Module) -> list[str]:
     """
     if not isinstance(model, PeftModel) or model.active_peft_config.is_prompt_learning:
         return []
-    changes_base = any(
-        vars(config).get("init_lora_weights", True) not in _KEEP_BASE for config in model.peft_config.values()
-    )
+    changes_base = any(_takes_from_base(config) for config in model.peft_config.values())
     return [
         name
         for name, parameter in model.named_parameters()
@@ -43,6 +41,25 @@ def find_frozen(model: nn.Module) -> list[str]:
         and not parameter.requires_grad
         and not (changes_base and ".base_layer." in name)
     ]
+
+
+def find_base_change(model: PeftModel) -> str | None:
+    """
+    The setting of an adapter for which its base, with the adapter switched off, is not the model that training began with; `None` where
+    it is.
+    """
+    for config in model.peft_config.values():
+        if _takes_from_base(config):
+            return f"init_lora_weights={config.init_lora_weights!r}"
+        # Biases of the base are trained in their place.
+        if (bias := vars(config).get("bias", "none")) != "none":
+            return f"bias={bias!r}"
+    return None
+
+
+def _takes_from_base(config: PeftConfig) -> bool:
+    """Whether an adapter that began is taken off the base."""
+    return vars(config).get("init_lora_weights", True) not in _KEEP_BASE
 
 
 def write_base(

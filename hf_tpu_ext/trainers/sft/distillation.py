@@ -20,6 +20,7 @@ from ...layers.autocast import matmul_dtype
 from ...layers.chunked_head import head_computed_by
 from ...quantization.fake_quantized import without_rounding
 from ...sharding.per_chip import ShardToFull
+from ..checkpoint.base_record import find_base_change
 from ..checks.datasets import named_datasets
 from ..configs import TPUSFTConfig
 from ..run.index_ranges import IndexRanges
@@ -53,9 +54,9 @@ class DistillationMixin:
                 f"kd_cache={args.kd_cache!r} is read by one process only with torch_tpu, and here are {self.backend.processes.count}. Set "
                 "num_chips=1, or set kd_teacher=MODEL and leave kd_cache out."
             )
-        self._distillation = Distillation(args.kd_temperature, args.kd_loss, args.kd_beta, args.kd_top_k)
+        vocab_size = None
         if args.kd_cache is not None:
-            self._open_cache()
+            vocab_size = self._open_cache()
             self.teacher = cached_teacher
         elif args.kd_teacher == "base":
             if not isinstance(self.model, PeftModel):
@@ -64,13 +65,20 @@ class DistillationMixin:
                     "(use_peft: true, or peft_config=LoraConfig(...)), or name the model to learn from: kd_teacher=MODEL. A student that "
                     "is rounded (qat_weight_dtype) can learn from its own base by that name."
                 )
-            self._check_top_k(unwrap_peft_model(self.model))
+            student = unwrap_peft_model(self.model)
+            if (change := find_base_change(self.model)) is not None:
+                raise UserError(
+                    f"kd_teacher='base' is the student with its adapters switched off, and with {change} that is not the model that "
+                    f"training began with. Set kd_teacher={student.name_or_path!r}, which is loaded beside it, or leave {change} out."
+                )
+            self._check_top_k(student)
             self.teacher = anchor_teacher
         else:
             self.teacher = OnlineTeacher(self._load_teacher(args.kd_teacher))
             self._place_beside(self.teacher.model)
             if self.backend.static_shapes:
                 self.find_lengths_asked_for()
+        self._distillation = Distillation(args.kd_temperature, args.kd_loss, args.kd_beta, args.kd_top_k, vocab_size)
         if args.kd_cache is None:
             tokens = "all tokens" if args.kd_top_k is None else f"its top {args.kd_top_k} tokens"
             self.adapted.changes.append(f"teacher {args.kd_teacher}: {tokens} at temperature {args.kd_temperature:g}")
@@ -108,7 +116,8 @@ class DistillationMixin:
                 f"1...{vocab_size}, or leave it out for all tokens."
             )
 
-    def _open_cache(self) -> None:
+    def _open_cache(self) -> int:
+        """Have batches hold what the teacher's cache says, over so many tokens."""
         args = self.args
         cache = TeacherCache(args.kd_cache, preload=args.kd_preload)
         self._check_teacher_of(cache)
@@ -127,6 +136,7 @@ class DistillationMixin:
             f"teacher {manifest.teacher} from {args.kd_cache}: its top {top_k} tokens{share} at temperature {args.kd_temperature:g}"
         )
         self.adapted.changes.extend(warnings)
+        return manifest.vocab_size
 
     def _check_teacher_of(self, cache: TeacherCache) -> None:
         student = unwrap_peft_model(self.model).name_or_path
