@@ -211,7 +211,7 @@ def _prepare(kd_teacher, script_args, training_args, model_args, dataset_args, c
     top_k = min(DEFAULT_TOP_K, vocab_size) if training_args.kd_top_k is None else training_args.kd_top_k
     if top_k > vocab_size:
         raise UserError(
-            f"kd_top_k={top_k}, but student and teacher share {vocab_size} tokens. Set kd_top_k to 1...{vocab_size}."
+            f"kd_top_k={top_k}, but the teacher's vocabulary has {vocab_size} tokens. Set kd_top_k to 1...{vocab_size}."
         )
     temperatures = cache_args.temperatures or [1.0, training_args.kd_temperature]
     train_dataset, eval_dataset = _load_splits(script_args, training_args, dataset_args)

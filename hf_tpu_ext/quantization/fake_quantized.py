@@ -169,7 +169,7 @@ class FakeQuantization:
         for name, width in widths.items():
             if width % self.rounding.group_size:
                 sizes = [str(size) for size in (256, 128, 64, 32, 16, 8, 4, 2) if common % size == 0]
-                fix = f"Set it, of an export --group_size, to a size that divides the inputs of all layers, one of {', '.join(sizes)}."
+                fix = f"Set it to a size that divides the inputs of all layers, one of {', '.join(sizes)}. Of an export, it is --group_size."
                 raise UserError(
                     f"qat_group_size={self.rounding.group_size} does not divide the {width} inputs of "
                     f"{name_of_any_layer(name)}. {fix if sizes else 'No size does in all layers: leave qat_weight_dtype out.'}"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import trl
+from peft import LoraConfig
 from transformers import GenerationConfig, LlamaConfig, Trainer
 
 import hf_tpu_ext
@@ -93,7 +94,7 @@ def settings():
         importlib.import_module(f"{cli.__name__}.{module.name}") for module in pkgutil.iter_modules(cli.__path__)
     ]
     classes = [value for module in modules for value in vars(module).values() if is_dataclass(value)]
-    classes += [trl.ScriptArguments, trl.ModelConfig, trl.DatasetMixtureConfig]
+    classes += [trl.ScriptArguments, trl.ModelConfig, trl.DatasetMixtureConfig, LoraConfig]
     classes += [getattr(hf_tpu_ext, name) for name in hf_tpu_ext.__all__ if name.endswith(("Config", "Arguments"))]
     names = {field.name for cls in classes for field in fields(cls)}
     for function in (Trainer.__init__, Trainer.train, Trainer.save_model, trl.GRPOTrainer.__init__):

@@ -203,7 +203,7 @@ def test_what_a_run_was_trained_for_is_beside_its_weights(run_with, place):
             ["--quantize", "int4", "--group_size", "0"],
             "--group_size 0 is not at least 2. Leave it out for 32",
         ),
-        ("plain", ["--quantize", "int4", "--group_size", "48"], "Set it, of an export --group_size, to a size that"),
+        ("plain", ["--quantize", "int4", "--group_size", "48"], "Of an export, it is --group_size."),
         ("plain", ["--quantize", "int4", "--group_size", "128"], "does not divide the 64 inputs of"),
         (
             "inside",
