@@ -1,6 +1,5 @@
 """Completions of prompts: a program for each declared length of prompts, and one for all tokens after them."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,11 +15,12 @@ from ..backends.base import Backend
 from ..backends.compiled_function import CompiledFunction, end_unwatched
 from ..errors import UserError
 from ..layers.attention import static_masks
+from ..layers.batch_length import BatchLength
 from ..layers.static_cache import StaticKeyValueCache, pad_positions
 from ..step.fingerprint import compile_alone
-from ..step.index_tables import MORE_ROWS, known_model, learned_positions, token_embedding
+from ..step.index_tables import MORE_ROWS
 from .memory import CopiedWeights, choose_cache_lengths, find_room
-from .models import cache_argument, check_model
+from .models import cache_argument, check_model, read_tables, takes
 from .sampling import Sampler, count_until_end
 
 
@@ -101,13 +101,13 @@ class Generator:
         pads = self.config.pad_token_id
         #: What follows the end of a row, and precedes a prompt.
         self.pad_token_id = (self._sampler.ends or [0])[0] if pads is None else pads
-        tokens = None if (known := known_model(plain)) is None else token_embedding(known, known)
-        self._embedding_rows = None if tokens is None else tokens.num_embeddings
-        self._learned_positions = None if tokens is None else learned_positions(known, tokens)
+        self._embedding_rows, self._learned_positions = read_tables(plain)
         self._num_layers = plain.config.get_text_config(decoder=True).num_hidden_layers
-        takes = inspect.signature(plain.forward).parameters
+        arguments = takes(plain)
+        # Rotary embeddings whose frequencies depend on the length keep those that they were made with. Longer texts are refused.
+        self._rope, self._rope_scaling = BatchLength([model], 0), BatchLength([model], None).rope_scaling
         settings = {"logits_to_keep": 1, "output_router_logits": False}
-        self._settings = {name: value for name, value in settings.items() if name in takes}
+        self._settings = {name: value for name, value in settings.items() if name in arguments}
         self._cache_argument = cache_argument(plain)
         self._end_program = end_program or end_unwatched
         self._state: list[Tensor] = []
@@ -137,7 +137,7 @@ class Generator:
             [`Generated`]: The completions, in the order of the prompts.
 
         Raises:
-            `ValueError`: A prompt is empty, longer than what was declared, or outside of the model's tables.
+            `ValueError`: A prompt is empty, longer than what was declared, or outside of the model's tables and frequencies.
         """
         if seed is None:
             seed = int(torch.randint(-(2**31), 2**31 - 1, ()))
@@ -148,7 +148,7 @@ class Generator:
         self._model.eval()
         try:
             masks = static_masks(sdpa=not self._backend.traces_steps)
-            with torch.no_grad(), masks, self._backend.as_written():
+            with torch.no_grad(), masks, self._backend.as_written(), self._rope.override_rope():
                 try:
                     results = self._backend.fetch(
                         self._generate(ids[::copies], mask[::copies], torch.tensor(seed).to(torch.int32), copies)
@@ -203,10 +203,19 @@ class Generator:
                 f"Prompt {number} holds the token id {max(prompt) if min(prompt) >= 0 else min(prompt)}, but the model's embedding has "
                 f"{rows} rows: 0 to {rows - 1}. {MORE_ROWS}."
             )
-        if positions is not None and len(prompt) + self._new_tokens > positions.size:
+        # The last token is not read.
+        most, limit = len(prompt) + self._new_tokens - 1, ""
+        if positions is not None and most > positions.size:
+            limit = f"the model has positions for {positions.size} ({positions.name})"
+        elif self._rope_scaling is not None and most > self._rope_scaling[1]:
+            rope_type, size = self._rope_scaling
+            limit = (
+                f"rotary embeddings of the model have other frequencies beyond {size} tokens (rope_type={rope_type!r})"
+            )
+        if limit:
             raise UserError(
-                f"Prompt {number} has {len(prompt)} tokens, and up to {self._new_tokens} are generated after it, but the model has "
-                f"positions for {positions.size} ({positions.name}). Generate fewer tokens, or cut the prompt."
+                f"Prompt {number} has {len(prompt)} tokens, and up to {self._new_tokens} are generated after it, but {limit}. Generate "
+                "fewer tokens, or cut the prompt; in a run, set a smaller max_length, or leave show_samples out."
             )
 
     # ---- The two programs ----

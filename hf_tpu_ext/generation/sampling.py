@@ -59,7 +59,8 @@ def check_generation_config(config: GenerationConfig) -> None:
         if value not in (None, without_effect):
             fix = _IN_ITS_PLACE.get(name, "generate() of the model on CPU or CUDA")
             raise UserError(
-                f"{name}={value!r} cannot be used in a program of static shapes. Leave it out, or use {fix}."
+                f"{name}={value!r} cannot be used in a program of static shapes. Leave it out (where it is the model's own: "
+                f"model.generation_config.{name} = None), or use {fix}."
             )
 
 

@@ -127,7 +127,11 @@ class TextRequest:
         config, _ = model._prepare_generation_config(generation_config, **kwargs)
         if config.max_new_tokens is None and config.max_length is not None:
             # `generate` counts the prompt where somebody has set max_length, and not by default.
-            config.max_new_tokens = config.max_length - (0 if all(each is None for each in max_lengths) else length)
+            is_default = all(each is None for each in max_lengths)
+            config.max_new_tokens = config.max_length - (0 if is_default else length)
+            # Of many, another name of an attribute.
+            if is_default and (size := getattr(model.config, "max_position_embeddings", None)) is not None:
+                config.max_new_tokens = max(1, min(config.max_new_tokens, size - length))
             if config.max_new_tokens < 1:
                 raise UserError(
                     f"max_length={config.max_length} leaves no tokens to generate after prompts of {length} tokens. Set "

@@ -171,6 +171,7 @@ class SetUpMixin:
                 max_new_tokens=self.args.generation_max_new_tokens, pad_token_id=self._pad_token_id
             )
             self.predicted_text = TextGeneration(self, config, self.lengths if self.backend.static_shapes else ())
+            self.predicted_text.check()
         if self.backend.static_shapes:
             self.find_lengths_asked_for()
         lines = RunLines(self.backend, self.find_facts)

@@ -17,6 +17,7 @@ from transformers import (
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     Qwen2Config,
 )
 
@@ -257,6 +258,17 @@ def test_without_a_length_as_many_tokens_as_by_default(qwen, length):
     assert expected.shape[1] == length + 20
 
 
+def test_without_a_length_no_more_tokens_than_the_model_has_positions(xla):
+    sizes = dict(vocab_size=97, n_embd=32, n_layer=2, n_head=2)
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(**sizes, n_positions=16, bos_token_id=1, eos_token_id=END)).eval()
+    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    ids = torch.tensor([[7, 8, 9, 11]])
+    expected = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
+    assert expected.shape[1] == 16
+    assert torch.equal(generate(model, ids, torch.ones_like(ids), **settings), expected)
+
+
 def test_the_mask_of_padded_prompts_is_found(qwen):
     padded = pad_left(PROMPTS)
     expected = qwen.eager.generate(input_ids=padded.ids, attention_mask=padded.mask, **GREEDY)
@@ -311,6 +323,9 @@ def test_models_with_another_state_are_refused(xla):
     [
         ("gpt_neo", "GPTNeoForCausalLM computes with a cache of another form"),
         ("xglm", "XGLMForCausalLM computes with a cache of another form"),
+        ("trocr", "TrOCRForCausalLM computes with a cache of another form"),
+        # Its positions are columns, and there is padding on the left.
+        ("bart", r"BartForCausalLM takes the column of a token, .* for its position \(embed_positions\)"),
         # The types of its layers are a property.
         ("mamba", "MambaForCausalLM has layers of type linear_attention"),
     ],
@@ -365,9 +380,32 @@ def test_tokens_and_positions_outside_of_tables_are_refused_as_by_generate(qwen,
         generate_eagerly(eager, [[5] * 6], **{**GREEDY, "eos_token_id": None})
     model = place(copy.deepcopy(eager), xla)
     generator = Generator(model, xla, config, [8])
-    with pytest.raises(ValueError, match=f"Prompt 1 has 5 tokens, and up to {new} are .* for {4 + new} \\(wpe\\)"):
-        generator.generate([[5], [5] * 5])
-    assert generator.generate([[5] * 4]).token_ids == generate_eagerly(eager, [[5] * 4], **GREEDY)
+    with pytest.raises(ValueError, match=f"Prompt 1 has 6 tokens, and up to {new} are .* for {4 + new} \\(wpe\\)"):
+        generator.generate([[5], [5] * 6])
+    assert generator.generate([[5] * 5]).token_ids == generate_eagerly(eager, [[5] * 5], **GREEDY)
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_frequencies_that_depend_on_the_length_are_those_of_short_texts(xla, rope_type):
+    """Upstream's own code for them asks for the length, which ended the process within a loop of a program."""
+    rope = {"rope_type": rope_type, "factor": 4.0, "rope_theta": 100.0}
+    config_cls, settings = LlamaConfig, dict(max_position_embeddings=24)
+    if rope_type == "longrope":
+        rope |= dict(short_factor=[1.0] * 4, long_factor=[4.0] * 4)
+        config_cls, settings = Phi3Config, dict(max_position_embeddings=96, original_max_position_embeddings=24)
+        settings |= dict(pad_token_id=0)
+    model = make(config_cls, rope_parameters=rope, **settings)
+    expected = generate_eagerly(model, PROMPTS, **GREEDY)
+    generator = Generator(place(model, xla), xla, GenerationConfig(**GREEDY), [16])
+    before = xla.compiles()
+    for compiled in (2, 2, 2):
+        assert generator.generate(PROMPTS).token_ids == expected
+        assert xla.compiles() - before <= compiled
+    assert not any("forward" in vars(module) for module in model.modules())
+    # The last token has no position: 15 and 10 are 24 tokens.
+    assert len(generator.generate([[7] * 15]).token_ids) == 1
+    with pytest.raises(ValueError, match=f"Prompt 0 has 16 .* other frequencies beyond 24 .*rope_type='{rope_type}'"):
+        generator.generate([[7] * 16])
 
 
 def test_prompts_that_do_not_fit_are_refused(qwen):

@@ -27,12 +27,21 @@ from transformers import (
     Phi3Config,
     Phi3ForCausalLM,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from trl import DPOConfig, DPOTrainer, GRPOConfig, KTOConfig, SFTConfig
 
-from hf_tpu_ext import TPUDPOTrainer, TPUGRPOTrainer, TPUKTOTrainer, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
+from hf_tpu_ext import (
+    TPUDPOTrainer,
+    TPUGRPOTrainer,
+    TPUKTOTrainer,
+    TPUSFTConfig,
+    TPUSFTTrainer,
+    TPUTrainer,
+    TPUTrainingArguments,
+)
 from hf_tpu_ext.errors import UserError
 from hf_tpu_ext.layers.batch_length import BatchLength, _depends_on_length
 
@@ -236,6 +245,36 @@ def test_text_that_a_model_writes_has_no_known_length(runs):
     trainer = make(4)
     trainer.train()
     assert trainer.by_length.rope_scaling is None
+
+
+@pytest.mark.parametrize("make", ROPES, ids=lambda make: make.__name__)
+def test_text_in_a_run_has_frequencies_of_short_texts(runs, make):
+    """Beside rows that are longer. It is refused before the run where texts may become so, too."""
+    rows = Dataset.from_list([{"prompt": "ab", "completion": "c" * count} for count in (40, 9, 30, 20)])
+
+    def train(**config):
+        args = arguments(TPUSFTConfig, runs.output_dir, False, **{"max_length": 64, "max_steps": 1, **config})
+        trainer = TPUSFTTrainer(
+            resized(seeded(make), runs), args, train_dataset=rows, eval_dataset=rows, processing_class=runs.tokenizer,
+            compute_metrics=len,
+        )  # fmt: skip
+        trainer.add_callback(Writes())
+        trainer.train()
+
+    class Writes(TrainerCallback):
+        def on_train_begin(self, args, state, control, model, **kwargs):
+            ids = torch.tensor([[5, 6, 7]])
+            settings = dict(attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+            assert torch.equal(model.generate(ids, **settings), expected)
+
+    ids = torch.tensor([[5, 6, 7]])
+    model = resized(seeded(make), runs)
+    model.generation_config.eos_token_id = runs.tokenizer.eos_token_id
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+    train()
+    settings = {"max_length": 12, "predict_with_generate": True, "generation_max_new_tokens": 6}
+    assert "up to 6 tokens after the prompt of a row" in refusal(train, settings)
+    assert_fixes(train, settings, "max_length=10")
 
 
 def test_types_that_depend_on_the_length_are_known():

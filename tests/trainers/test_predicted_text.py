@@ -128,6 +128,13 @@ def test_bad_input(runs):
     settings = {"config_cls": TPUSFTConfig, "predict_with_generate": True, "train": False}
     with pytest.raises(ValueError, match="packed rows have several"):
         runs.ours(**settings, packing=True, max_length=64)
+    # At the first evaluation, steps would be lost.
+    model = model_of(runs)
+    model.generation_config.no_repeat_ngram_size = 3
+    with pytest.raises(
+        ValueError, match="where it is the model's own: model.generation_config.no_repeat_ngram_size = None"
+    ):
+        runs.ours(model, **settings)
     trainer = runs.ours(**settings, completion_only_loss=False, kwargs={"compute_metrics": Metrics()})
     with pytest.raises(ValueError, match="row 0 of a batch has a label at its first token"):
         trainer.evaluate()

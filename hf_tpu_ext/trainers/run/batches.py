@@ -191,11 +191,17 @@ class BatchesMixin(ImagesMixin):
         """Find what models derive from the length of a batch, and refuse (`ValueError`) where that is not known."""
         longest = max(self.step_lengths) if self.lengths else None
         self.by_length = BatchLength([self.model, *self.other_models()], longest, class_that_sees_padding(self.model))
-        if self.by_length.rope_scaling is None:
-            return
-        writes = self.predicted_text is not None or vars(self.args).get("show_samples")
-        if self.generates or (writes and "dynamic" in self.by_length.rope_scaling[0]):
+        if self.generates and self.by_length.rope_scaling is not None:
             raise UserError(_why_not_scaled(*self.by_length.rope_scaling, "a model writes text"))
+        if self.predicted_text is None:
+            return
+        # An evaluation in the middle of the run would find it too late.
+        new_tokens = self.args.generation_max_new_tokens
+        most = None if longest is None else longest + new_tokens
+        if (scaling := BatchLength([self.model], most).rope_scaling) is not None:
+            rope_type, num_unscaled = scaling
+            why = f"a model writes up to {new_tokens} tokens after the prompt of a row"
+            raise UserError(_why_not_scaled(rope_type, num_unscaled - new_tokens, why))
 
     def shape_batch(
         self, inputs: dict[str, Any], rows_of_example: int | None = None

@@ -18,7 +18,8 @@ from ...backends.base import Backend
 from ...backends.compiled_function import CompiledFunction
 from ...errors import UserError
 from ...generation import Generated, Generator, TextRequest
-from ...generation.sampling import count_until_end, find_ends
+from ...generation.models import check_model
+from ...generation.sampling import check_generation_config, count_until_end, find_ends
 from ...layers.layer_scan import LayerStack
 from ...temporarily import temporarily
 
@@ -44,6 +45,12 @@ class TextGeneration:
         self._trainer, self._backend, self._programs = trainer, trainer.backend, trainer.programs
         self._config, self._lengths, self._is_complete = config, list(prompt_lengths), is_complete
         self.generator: Generator | None = None
+
+    def check(self) -> None:
+        """Refuse (`ValueError`) what would be refused at the first text, in the middle of a run perhaps."""
+        if self._backend.static_shapes:
+            check_model(self._model)
+            check_generation_config(unwrap_peft_model(self._model)._prepare_generation_config(self._config)[0])
 
     def generate(
         self, prompts: Sequence[Sequence[int]], seed: int | None = None, rows: int | None = None, copies: int = 1
