@@ -310,14 +310,14 @@ def merge(model: PeftModel) -> PreTrainedModel:
     """
     base = model.get_base_model()
     if base.get_output_embeddings() is None:
-        return _take_up(model)
+        return _merge_whole(model)
     embeddings = [base.get_input_embeddings(), base.get_output_embeddings()]
     layers = [_find_base_layer(module) for module in embeddings]
     if layers != embeddings and layers[0].weight is layers[1].weight:
         # What an adapter adds to one of two tied weights would be added to both; to both, twice.
         layers[1].weight = nn.Parameter(layers[0].weight.detach().clone())
     was_tied = base.config.tie_word_embeddings
-    result = _take_up(model)
+    result = _merge_whole(model)
     weights = [result.get_input_embeddings().weight, result.get_output_embeddings().weight]
     result.config.tie_word_embeddings = was_tied and torch.equal(*weights)
     if result.config.tie_word_embeddings:
@@ -332,7 +332,7 @@ def _find_base_layer(module: nn.Module) -> nn.Module:
     return module
 
 
-def _take_up(model: PeftModel) -> PreTrainedModel:
+def _merge_whole(model: PeftModel) -> PreTrainedModel:
     try:
         result = model.merge_and_unload(safe_merge=True)
         for name, module in result.named_modules():

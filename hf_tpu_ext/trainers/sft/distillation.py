@@ -67,9 +67,10 @@ class DistillationMixin:
                 )
             student = unwrap_peft_model(self.model)
             if (change := find_base_change(self.model)) is not None:
+                name = student.name_or_path or "MODEL"
                 raise UserError(
                     f"kd_teacher='base' is the student with its adapters switched off, and with {change} that is not the model that "
-                    f"training began with. Set kd_teacher={student.name_or_path!r}, which is loaded beside it, or leave {change} out."
+                    f"training began with. Set kd_teacher={name!r}, which is loaded beside it, or leave {change} out."
                 )
             self._check_top_k(student)
             self.teacher = anchor_teacher
