@@ -65,8 +65,8 @@ def _list_settings(
     lines = ["Try in this order:", *settings.values(), "more chips (--topology), or a smaller model"]
     if not searched and (names := [name for name in _SEARCHED if name in settings]):
         lines.append(
-            f"To know which of these is enough, add --search {' '.join(names)} to this command: it compiles variants of "
-            "them, and says which fit."
+            f"To know whether {' or '.join(names)} is enough, add --search {' '.join(names)} to this command: it compiles variants, "
+            "and says which fit."
         )
     return lines
 

@@ -83,8 +83,11 @@ def headline(run: Run, prices: Mapping[str, Price]) -> dict[str, str]:
 def notes_on(run: Run) -> list[str]:
     """What a person has to know about a run to read its numbers: what ended it, what is missing."""
     notes = []
-    if run.sessions[-1].error is not None:
-        notes.append(f"The run was ended after step {run.steps:,} by {run.sessions[-1].error}")
+    if (error := run.sessions[-1].error) is not None:
+        # Gloo's words, in each process that is left.
+        is_lost = "closed by peer" in error or "reset by peer" in error
+        lost = "; another process was lost, as its launcher has printed" if is_lost else ""
+        notes.append(f"The run was ended after step {run.steps:,} by {error}{lost}")
     elif run.sessions[-1].end is None:
         notes.append("The run did not end, or is still going on. This is what was recorded until then.")
     else:
@@ -109,6 +112,10 @@ def notes_on(run: Run) -> list[str]:
             )
             notes.append(
                 f"The run was {was_ended}, and resumed after step {first:,}: the steps between were run again."
+            )
+        else:
+            notes.append(
+                f"The run ended after step {first:,}, and was resumed: the first log since may be the mean of fewer steps than others."
             )
     if run.begin["arguments"].get("step_status") is False:
         notes.append(

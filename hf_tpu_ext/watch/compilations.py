@@ -35,8 +35,6 @@ _COMPARED_STEPS, _FIRST_RUNS = 8, 2
 # Where the trainer runs what was recorded and not run yet, which callbacks may have left. So many such graphs are no recompiles: a buffer
 # that is filled with 0 and later with 1 is two.
 _RUN_WHAT_IS_LEFT, _MOST_LEFT = {"training_step", "_take_train_metrics"}, 8
-# What a line has said, see [`CompiledFunction.refuse`], is no recompile to be told of again.
-_REPLAY_ENDED = Cause("replay is off from here on, and a graph that is traced each time is another one", "")
 
 
 @dataclass(frozen=True)
@@ -116,6 +114,8 @@ class ProgramWatch:
         find_own_code (`Callable[[], str]`, *optional*):
             Names code of the user's that runs within a step; empty where there is none.
         find_callbacks (`Callable[[], str]`, *optional*): Names the user's callbacks.
+        find_why_traced (`Callable[[], str | None]`, *optional*):
+            Says why the step under way is traced, as a clause; `None` if it is not, or is no step of training.
         find_results (`Callable[[], list[torch.Tensor]]`, *optional*):
             Lists tensors that the program about to end computes; none if it is not one of training.
         max_recompiles (`int`, *optional*): How many programs may be compiled again.
@@ -131,6 +131,7 @@ class ProgramWatch:
         note_python: Callable[[], Callable[[], str | None]] | None = None,
         find_own_code: Callable[[], str] = str,
         find_callbacks: Callable[[], str] = str,
+        find_why_traced: Callable[[], str | None] = lambda: None,
         find_results: Callable[[], list[torch.Tensor]] = list,
         max_recompiles: int | None = None,
     ):
@@ -139,6 +140,7 @@ class ProgramWatch:
         self._find_dependencies, self._find_batch_source = find_dependencies, find_batch_source
         self._note_python, self._find_own_code = note_python, find_own_code
         self._find_callbacks, self._find_results = find_callbacks, find_results
+        self._find_why_traced = find_why_traced
         self._max_recompiles = max_recompiles
         self._histories: dict[Hashable, _ProgramHistory] = {}
         # Programs that are compiled outside of the trainer's own, by the line that asks for their results, and those without one.
@@ -235,7 +237,7 @@ class ProgramWatch:
             # Calls of the trainer's own.
             self._backend.insight.compile_sites()
             is_first_traced = is_traced and history.runs == 1 and (kind, shape, False) in self._histories
-            seconds = self._note_event(kind, shape, _REPLAY_ENDED if is_first_traced else cause)
+            seconds = self._note_event(kind, shape, self._replay_ended() if is_first_traced else cause)
             again = f"recompilation of the {kind} for batches of {format_size(shape)} ({seconds:.1f} s)"
             self._warn(history, f"{where}: {again}", cause)
         elif (
@@ -253,6 +255,12 @@ class ProgramWatch:
             # What was listed is the program before this one, whose cause is told: the next run is listed, for later ones to compare.
             history.operations, self._compare = None, max(self._compare, 1)
         return program
+
+    def _replay_ended(self) -> Cause:
+        """What a line has said, see [`CompiledFunction.refuse`], and is no recompile to be told of again."""
+        why = self._find_why_traced()
+        reason = "" if why is None else f" ({why})"
+        return Cause(f"replay is off from here on{reason}, and a graph that is traced each time is another one", "")
 
     def note_others(self) -> None:
         """

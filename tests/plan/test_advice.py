@@ -96,8 +96,8 @@ def test_what_is_not_set_is_listed_in_the_documented_order():
         BFLOAT16,
         "load_in_4bit: true with use_peft: true (QLoRA), with frozen linear layers in 4 bits",
         MORE,
-        "To know which of these is enough, add --search rematerialization mesh per_device_train_batch_size to this command: it "
-        "compiles variants of them, and says which fit.",
+        "To know whether rematerialization or mesh or per_device_train_batch_size is enough, add --search rematerialization mesh "
+        "per_device_train_batch_size to this command: it compiles variants, and says which fit.",
     ]
     assert advise(plan(refused(), refused("evaluation step")), FULL) == lines
     # What the compiler takes, and is too large beside what stays on a chip.
@@ -170,7 +170,8 @@ def test_with_an_adapter_4_bits_are_left():
 )
 def test_a_search_is_advised_of_what_it_can_change(run, names):
     *_, line = advise(plan(refused()), replace(FULL, **run))
-    assert line.startswith(f"To know which of these is enough, add --search {names} to this command: ")
+    asked = " or ".join(names.split())
+    assert line.startswith(f"To know whether {asked} is enough, add --search {names} to this command: ")
 
 
 def test_what_a_search_tries_is_left_to_it():

@@ -45,6 +45,7 @@ class WatchMixin:
             note_python=self._note_python if self.backend.static_shapes else None,
             find_own_code=self._name_own_code,
             find_callbacks=lambda: self.describe_own_code().get("callbacks", ""),
+            find_why_traced=self._find_why_traced,
             find_results=self._results_of_step,
             max_recompiles=max_recompiles,
         )
@@ -134,6 +135,10 @@ class WatchMixin:
     @property
     def _is_training_step(self) -> bool:
         return self.model.training and self.optimizer is not None
+
+    def _find_why_traced(self) -> str | None:
+        compiled = self.steps.compiled
+        return compiled.why_traced if self._is_training_step and compiled is not None else None
 
     def _find_dependencies(self) -> Dependencies:
         compiled = self.steps.compiled
