@@ -219,7 +219,7 @@ def _plan(
 
         def compiler_of(programs, facts):
             stop.during = f"its graphs were compiled for {topology.name}"
-            name = recipe.path or "the command line"
+            name = recipe.path or facts.config.name_or_path or "the command line"
             return partial(make_plan, name, topology, programs, facts, options.prices or PRICES, stop=stop)
 
         jobs = jobs_at_once() if options.jobs is None else options.jobs

@@ -63,7 +63,9 @@ def compare_runs(runs: Sequence[Run], prices: Mapping[str, Price]) -> Report:
     # Of an adapter, only what was set is recorded.
     of_adapters = {name: "default" for each in arguments for name in each if name.startswith("peft_config.")}
     recipes = _rows([(of_adapters if of_adapters.keys() & each.keys() else {}) | each for each in arguments])
-    differences = _beside("Differences of the recipes", names, [row for row in recipes if len(set(row[1:])) > 1])
+    # Where runs were written is in their names.
+    differing = [row for row in recipes if len(set(row[1:])) > 1 and row[0] != "output_dir"]
+    differences = _beside("Differences of the recipes", names, differing)
     if not differences.tables:
         differences.lines.append("None.")
     sections = [

@@ -74,7 +74,7 @@ def test_fits(plan, prepared):
         "--dataset_name", prepared / "data", "--topology", "v5e-8", "--gradient_accumulation_steps", "2", "--jobs", "2"
     )
     assert status == 0, page
-    assert "FITS" in page
+    assert "FITS" in page and planned["title"] == str(prepared / "model")
     micro, closing = planned["programs"]
     assert (micro["kind"], closing["kind"]) == ("micro-step", "training step")
     assert micro["batch_shape"] == closing["batch_shape"] == [64, 64]

@@ -43,7 +43,8 @@ def test_a_run_is_shown_again(runs, capsys):
 def test_runs_are_compared(runs, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert main(["report", str(runs / "a"), str(runs / "b")]) == 0
-    assert "| learning_rate | 0.001 | 0.002 |" in (tmp_path / "comparison.md").read_text()
+    page = (tmp_path / "comparison.md").read_text()
+    assert "| learning_rate | 0.001 | 0.002 |" in page and "| output_dir |" not in page
     assert capsys.readouterr().out.split() == ["comparison.html", "comparison.md"]
 
 

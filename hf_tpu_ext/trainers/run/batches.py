@@ -263,7 +263,9 @@ class BatchesMixin(ImagesMixin):
         # TRL's own collators pad, too.
         reason = self._why_loss_counts_tokens() if upstream_of(type(self)) is Trainer else None
         if (own_code := self.own_code_in_step("train")) is not None:
-            reason = f"{own_code}, which may count masked tokens"
+            reason = (
+                f"{own_code}, which may count masked tokens (where it leaves out labels of -100, no number changes)"
+            )
         if reason is None:
             return
         ids = batch["input_ids"]
