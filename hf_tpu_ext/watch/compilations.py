@@ -259,8 +259,8 @@ class ProgramWatch:
     def _replay_ended(self) -> Cause:
         """What a line has said, see [`CompiledFunction.refuse`], and is no recompile to be told of again."""
         why = self._find_why_traced()
-        reason = "" if why is None else f" ({why})"
-        return Cause(f"replay is off from here on{reason}, and a graph that is traced each time is another one", "")
+        reason = "" if why is None else f": {why}"
+        return Cause(f"replay is off from here on, and a graph that is traced each time is another one{reason}", "")
 
     def note_others(self) -> None:
         """

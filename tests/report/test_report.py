@@ -222,7 +222,9 @@ def test_a_run_that_was_told_to_stop_repeats_nothing(write_run, tmp_path):
     markdown = make_report([write_run(tmp_path / "run", first_step=20, anew=False)]).with_suffix(".md").read_text()
     assert "were run again" not in markdown.partition("## Parts")[0] and "| 0 | 20 of 40 | 1 h 0 min |" in markdown
     assert "Training stopped after" not in markdown
-    assert "The run ended after step 20, and was resumed: the first log since may be the mean of fewer steps" in markdown
+    assert (
+        "The run ended after step 20, and was resumed: the first log since may be the mean of fewer steps" in markdown
+    )
     markdown = make_report([write_run(tmp_path / "early", steps=20)]).with_suffix(".md").read_text()
     assert "Training stopped after step 20 of 40, by a callback (early stopping is one) or a signal." in markdown
 
