@@ -264,6 +264,11 @@ def test_a_page_is_at_most_a_hundred_columns_wide():
         assert max(map(len, render(planned).splitlines())) <= WIDTH
 
 
+def test_what_stands_above_a_list_is_no_item_of_it():
+    page = render(plan(advice=["Try in this order:", "mesh: fsdp", "more chips"]))
+    assert "what to change\nTry in this order:\n- mesh: fsdp\n- more chips\n" in page
+
+
 def test_the_bar_of_a_part_starts_where_the_one_before_ends():
     bars = [line.split()[-1] for line in render(plan(program())).splitlines() if "...." in line]
     filled = [{index for index, mark in enumerate(bar) if mark == "#"} for bar in bars]
