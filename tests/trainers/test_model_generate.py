@@ -27,6 +27,7 @@ class Completions(LogCompletionsCallback):
             self.compiles.append(self.trainer.backend.counters().compiles)
 
 
+@pytest.mark.usefixtures("two_layers")
 @pytest.mark.parametrize("scan_layers", ["off", pytest.param("on", marks=pytest.mark.slow)])
 def test_completions_that_trl_logs_are_upstreams(runs, scan_layers):
     """With activation checkpointing, which TRL's callback switches off and on. Its second batch has fewer rows."""
