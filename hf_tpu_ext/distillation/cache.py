@@ -195,7 +195,7 @@ class TeacherCache:
         if manifest.largest_id >= vocab_size:
             raise UserError(
                 f"{here[0].upper()}{here[1:]} has the token id {manifest.largest_id}, but the student's vocabulary has "
-                f"{vocab_size} tokens. Use a teacher with the student's vocabulary."
+                f"{vocab_size} tokens. Use a teacher with the student's vocabulary, or {remake}."
             )
         return manifest.warn_of_tail(temperature)
 

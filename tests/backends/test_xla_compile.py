@@ -461,6 +461,17 @@ def test_copies_have_buffers_of_their_own(xla, values):
     assert xla.programs.find_aliases([tensor, cloned]) == {0} and held is not None
 
 
+def test_a_deep_copy_of_a_state_dict_has_buffers_of_its_own(xla):
+    """Nothing is left to compute then, of which each result has its own."""
+    tensor = xla.send(torch.tensor([1.0, 3.0]))
+    xla.programs.separate_copies([tensor])
+    with xla.programs.real_copies():
+        copies = copy.deepcopy({"weight": tensor.detach(), "tied": tensor.detach()})
+    xla.flush()
+    assert len(set(torch_xla._XLAC._get_tensors_handle([tensor, *copies.values()]))) == 3
+    assert all(torch.equal(made.cpu(), torch.tensor([1.0, 3.0])) for made in copies.values())
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_many_tensors_of_a_run_are_no_reason_to_collect_garbage(xla, enabled):
     state = list(xla.send([torch.zeros(2) for _ in range(50)]))

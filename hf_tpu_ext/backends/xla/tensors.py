@@ -85,7 +85,9 @@ class XLARealCopies(TorchFunctionMode, RealCopies):
             self.has_aliases = True
             # What is read from an attribute is no copy.
             if func.__name__ != "__get__":
-                give_own_buffers(_find_copies(func, results, _on_device(tree_leaves((args, kwargs)))))
+                # The other argument of a deep copy has all copies so far, this one too.
+                sources = args[:1] if func is torch.Tensor.__deepcopy__ else (args, kwargs)
+                give_own_buffers(_find_copies(func, results, _on_device(tree_leaves(sources))))
         return result
 
     @contextmanager
