@@ -168,7 +168,7 @@ def _load(kd_teacher, training_args, model_args, compute_dtype):
     )
     vocab_size = max(config.get_text_config().vocab_size, len(tokenizer))
     if vocab_size < model.get_output_embeddings().weight.shape[0]:
-        # Rows beyond it complete the teacher's embedding, and are no tokens.
+        # Rows beyond it pad the teacher's embedding, and are no tokens.
         model.resize_token_embeddings(vocab_size)
     return model, processor, tokenizer
 

@@ -104,7 +104,7 @@ class Distillation:
         """Compare a student with its teacher on a few next tokens `targets`, with all of their logits in `dtype`."""
         logits = student.logits(dtype)
         log_probs = logits.log_softmax(-1)
-        # Rows that complete an embedding are no tokens: both distributions are over the shared ids.
+        # Rows that pad an embedding are no tokens: both distributions are over the shared ids.
         shared = min(logits.shape[-1], self.vocab_size or logits.shape[-1])
         if isinstance(teacher, Head):
             with torch.no_grad():

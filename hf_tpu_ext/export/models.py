@@ -333,6 +333,7 @@ def _find_base_layer(module: nn.Module) -> nn.Module:
 
 
 def _merge_whole(model: PeftModel) -> PreTrainedModel:
+    """Merge an adapter as PEFT does, and refuse (`ValueError`) one of which PEFT cannot merge all."""
     try:
         result = model.merge_and_unload(safe_merge=True)
         for name, module in result.named_modules():

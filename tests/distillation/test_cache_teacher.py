@@ -125,9 +125,8 @@ def test_cache_of_a_recipe(xla, tiny, recipe, prepared, tmp_path, capsys):
     assert "is complete already, with the same settings." in capsys.readouterr().out
 
 
-def test_rows_that_complete_the_teachers_embedding_are_no_tokens(tiny, recipe, prepared, tmp_path, monkeypatch):
+def test_rows_that_pad_the_teachers_embedding_are_no_tokens(xla, tiny, recipe, prepared, tmp_path):
     """A cache holds none of them, and a distribution over the student's tokens: as a teacher that runs beside it."""
-    monkeypatch.setenv("HF_TPU_EXT_DEVICE", "cpu")
     teacher = AutoModelForCausalLM.from_pretrained(tiny / "teacher", dtype=torch.float64)
     vocab_size = teacher.config.vocab_size
     teacher.resize_token_embeddings(vocab_size + 64, mean_resizing=False)

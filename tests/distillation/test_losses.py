@@ -142,7 +142,7 @@ def test_all_tokens_in_the_top_k_is_the_full_divergence(batch, kd_loss):
 @pytest.mark.parametrize("is_cached", [False, True], ids=["online", "cached"])
 @pytest.mark.parametrize("top_k", [16, None])
 @pytest.mark.parametrize("kd_loss", KD_LOSSES)
-def test_rows_that_complete_the_students_embedding_are_no_tokens(batch, kd_loss, top_k, is_cached):
+def test_rows_that_pad_the_students_embedding_are_no_tokens(batch, kd_loss, top_k, is_cached):
     shared = VOCABULARY - 20
     head = Head(batch["hidden"].double(), batch["weight"].double(), batch["bias"].double())
     teacher = Head(batch["teacher_hidden"].double(), batch["teacher_weight"][:shared].double())

@@ -13,7 +13,6 @@ from transformers.trainer_utils import unwrap_peft_model
 
 from ...data.buckets import round_up_length, validate_buckets
 from ...errors import UserError
-from ...generation.sampling import check_generation_config
 from ...temporarily import temporarily
 from ..checks.datasets import known_columns, named_datasets
 from ..checks.messages import ROWS_AT_ONCE
@@ -175,8 +174,8 @@ class RolloutMixin(RolloutCheckpoints):
         )
         for model in (self.model, *self.other_models()):
             self._check_positions(model)
-        check_generation_config(self.generation_config)
         self._text = TextGeneration(self, self.generation_config, self.lengths)
+        self._text.check()
 
     def _check_positions(self, model: nn.Module) -> None:
         """Refuse (`ValueError`) a model with learned positions of which rows of static shape take others than upstream's, or none."""
