@@ -256,7 +256,9 @@ def open_source(run_dir: Path, merge: bool, base_model: str | None, ema: bool = 
             raise UserError(f"{run_dir} holds an adapter. Add --merge.")
         return _open_adapter(run_dir, base_model, ema)
     if not (run_dir / CONFIG_NAME).is_file():
-        inside = sorted(path.name for path in run_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
+        # PEFT saves adapters that have names of their own into directories of these names.
+        inside = sorted(path.parent.name for path in run_dir.glob(f"*/{ADAPTER_CONFIG_NAME}"))
+        inside = inside or sorted(path.name for path in run_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
         hint = f"It holds {', '.join(inside)}: give one of these." if inside else "Give the output_dir of a run."
         raise UserError(f"{run_dir} holds neither an adapter nor a model. {hint}")
     if merge:

@@ -7,7 +7,9 @@ import pytest
 import torch
 from fixes import assert_fixes, refusal
 from full_disk import largest_file
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_tpu_ext.errors import SaveError
 from hf_tpu_ext.export import gguf
@@ -142,3 +144,15 @@ def test_weights_that_a_disk_has_no_room_for(tmp_path):
     assert not list(tmp_path.iterdir())
     write()
     assert [path.name for path in tmp_path.rglob("*.safetensors")] == ["model.safetensors"]
+
+
+def test_several_adapters(base, export, tmp_path):
+    """PEFT saves adapters with names of their own into directories of these names."""
+    lora = LoraConfig(target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora, adapter_name="first")
+    model.add_adapter("second", lora)
+    run = tmp_path / "run"
+    model.save_pretrained(run)
+    AutoTokenizer.from_pretrained(base).save_pretrained(run)
+    assert "It holds first, second: give one of these." in refusal(export, {"run": run, "merge": True})
+    assert export(run / "second", merge=True).output_dir
