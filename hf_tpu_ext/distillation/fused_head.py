@@ -109,8 +109,8 @@ class Distillation:
         if isinstance(teacher, Head):
             with torch.no_grad():
                 teacher_logits = teacher.logits(dtype)
-                teacher_tokens = teacher_logits.argmax(-1)
                 shared = min(teacher_logits.shape[-1], shared)
+                teacher_tokens = teacher_logits[..., :shared].argmax(-1)
                 if self.top_k is not None and self.top_k < shared:
                     teacher = TopK.of(teacher_logits[..., :shared], self.top_k, self.temperature)
         else:

@@ -127,6 +127,18 @@ def test_what_is_logged(batch):
     assert not terms.entropy.requires_grad and terms.kd.requires_grad
 
 
+def test_rows_that_pad_the_teacher_are_no_tokens(batch):
+    bias = torch.zeros(len(batch["teacher_weight"]) + 8)
+    bias[-8:] = 1e4
+    padded = torch.cat([batch["teacher_weight"], torch.zeros(8, batch["teacher_weight"].shape[1])])
+    head = Head(batch["hidden"], batch["weight"], batch["bias"])
+    terms, expected = (
+        Distillation().terms(head, batch["targets"], Head(batch["teacher_hidden"], *teacher), torch.float32)
+        for teacher in ((padded, bias), (batch["teacher_weight"],))
+    )
+    assert expected.agreement.any() and torch.equal(terms.agreement, expected.agreement)
+
+
 @pytest.mark.parametrize("kd_loss", KD_LOSSES)
 def test_all_tokens_in_the_top_k_is_the_full_divergence(batch, kd_loss):
     logits = batch["hidden"] @ batch["weight"].T

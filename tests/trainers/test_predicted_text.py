@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq
+from fixes import assert_fixes
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, DataCollatorForSeq2Seq
 
 from hf_tpu_ext import TPUSFTConfig, TPUTrainer, TPUTrainingArguments
 
@@ -118,6 +119,16 @@ def test_supervised_fine_tuning(runs):
     trainer.evaluate()
     model = AutoModelForCausalLM.from_pretrained(runs.model_dir, dtype=torch.float32).eval()
     np.testing.assert_array_equal(metrics.predictions, eager(model, trainer.eval_dataset))
+
+
+@pytest.mark.parametrize("use_cpu", [False, True], ids=["xla", "cpu"])
+def test_a_classifier_has_no_text(runs, tmp_path, use_cpu):
+    model = AutoModelForSequenceClassification.from_pretrained(runs.model_dir, dtype=torch.float32)
+
+    def check(**settings):
+        TPUTrainer(model, TPUTrainingArguments(tmp_path, use_cpu=use_cpu, bf16=False, report_to="none", **settings))
+
+    assert_fixes(check, {"predict_with_generate": True}, "Leave predict_with_generate out")
 
 
 def test_bad_input(runs):

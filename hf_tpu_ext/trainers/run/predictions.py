@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
+from transformers import GenerationMixin
 from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
@@ -92,9 +92,17 @@ def _has_columns(value: Any, columns: tuple[int, int] | None) -> bool:
 
 
 def check_predicted_text(args: PredictedTextArguments, model: nn.Module, has_metrics: bool) -> None:
-    """Refuse (`ValueError`) an encoder-decoder model, whose predictions are text by upstream, and say where text has no effect."""
+    """
+    Refuse (`ValueError`) a model that has no text, and an encoder-decoder model, whose predictions are text by upstream; say where
+    text has no effect.
+    """
     model = unwrap_peft_model(model)
-    if isinstance(model, PreTrainedModel) and model.config.is_encoder_decoder:
+    if not isinstance(model, GenerationMixin):
+        raise UserError(
+            f"predict_with_generate=True of {type(args).__name__} writes on after a prompt, and {type(model).__name__} has no "
+            "`generate`. Leave predict_with_generate out, for its logits."
+        )
+    if model.config.is_encoder_decoder:
         raise UserError(
             f"predict_with_generate=True of {type(args).__name__} writes on after a prompt, and {type(model).__name__} is an "
             "encoder-decoder model. Train it with hf_tpu_ext.TPUSeq2SeqTrainer and "
