@@ -27,7 +27,6 @@ from .cache_format import (
 from .losses import TopK
 
 
-_OF_OTHER_DATA = f"It was built from other data: build another from this recipe: {MAKE} DIR"
 # What a batch holds of a teacher's answers, each of shape `(batch, length, ...)`.
 _KEYS = ("teacher_ids", "teacher_log_probs", "teacher_log_tail")
 
@@ -107,7 +106,7 @@ class TeacherCache:
         if place is None:
             raise UserError(
                 f"A sequence of {len(input_ids)} tokens that begins with {list(input_ids[:8])} is not in the teacher's cache "
-                f"{self.directory}. {_OF_OTHER_DATA}"
+                f"{self.directory}. It was built from other data: {self._remake}"
             )
         manifest = self.manifest
         shard, number = place
@@ -121,11 +120,15 @@ class TeacherCache:
             log_tail = torch.cat([log_tail[:, None], log_probs[:, top_k:]], dim=-1).logsumexp(-1)
         return TopK(ids[:, :top_k], log_probs[:, :top_k], log_tail)
 
+    @property
+    def _remake(self) -> str:
+        return f"build another cache from this recipe: {MAKE} DIR --kd_teacher {self.manifest.teacher}"
+
     def check_dataset(self, dataset: Dataset, name: str) -> None:
         """Raise a `ValueError` if rows of a prepared dataset, called `name` in it, are not in the cache."""
         absent = [row for row, input_ids in enumerate(dataset_sequences(dataset)) if input_ids not in self]
         if absent:
-            fix = _OF_OTHER_DATA
+            fix = f"It was built from other data: {self._remake}"
             if name.startswith("eval_dataset"):
                 fix = (
                     "It was built from other data, or by a recipe without eval_strategy. Build it with evaluation rows: "
@@ -161,7 +164,7 @@ class TeacherCache:
             `ValueError`: It cannot.
         """
         manifest, here = self.manifest, f"the teacher's cache {self.directory}"
-        remake = f"build another cache from this recipe: {MAKE} DIR --kd_teacher {manifest.teacher}"
+        remake = self._remake
         if temperature <= 0:
             raise UserError(
                 f"kd_temperature={temperature} is not above 0. Set it to one of {list(manifest.temperatures)}."

@@ -35,7 +35,10 @@ from ..errors import UserError
 from ..hub_names import may_be_on_hub
 from ..trainers.checkpoint.base_record import BASE_FILE, PEFT_PREFIX, find_differences, read_quantization
 from ..trainers.checkpoint.saved_model import load_average
-from ..trainers.checkpoint.verification import MANIFEST_NAME, find_damage
+from ..trainers.checkpoint.verification import MANIFEST_NAME, find_damage, how_to_accept
+
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -247,17 +250,18 @@ def open_source(run_dir: Path, merge: bool, base_model: str | None, ema: bool = 
             f"{run_dir}: there is no such directory. Give the output_dir of a run, or a checkpoint-N in it."
         )
     if (run_dir / MANIFEST_NAME).is_file() and (damage := find_damage(run_dir)) is not None:
-        raise UserError(
-            f"{run_dir} is damaged: {damage}. Take another checkpoint; or remove its {MANIFEST_NAME}, for what is there to "
-            "be exported unchecked."
-        )
+        raise UserError(f"{run_dir} is damaged: {damage}. Take another checkpoint.{how_to_accept(run_dir)}")
+    # PEFT saves adapters that have names of their own into directories of these names.
+    inside = sorted(path.parent.name for path in run_dir.glob(f"*/{ADAPTER_CONFIG_NAME}"))
     if (run_dir / ADAPTER_CONFIG_NAME).is_file():
         if not merge:
             raise UserError(f"{run_dir} holds an adapter. Add --merge.")
+        if others := [name for name in inside if not name.startswith(PREFIX_CHECKPOINT_DIR)]:
+            logger.warning(
+                f"{run_dir} holds {', '.join(others)} besides the adapter that is exported. To export one of them, give its directory."
+            )
         return _open_adapter(run_dir, base_model, ema)
     if not (run_dir / CONFIG_NAME).is_file():
-        # PEFT saves adapters that have names of their own into directories of these names.
-        inside = sorted(path.parent.name for path in run_dir.glob(f"*/{ADAPTER_CONFIG_NAME}"))
         inside = inside or sorted(path.name for path in run_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
         hint = f"It holds {', '.join(inside)}: give one of these." if inside else "Give the output_dir of a run."
         raise UserError(f"{run_dir} holds neither an adapter nor a model. {hint}")

@@ -112,7 +112,8 @@ def test_missing_sequences_are_counted_and_named(cache_dir, rows):
     cache = TeacherCache(cache_dir)
     more = Dataset.from_dict({"input_ids": [*rows["input_ids"][:3], [5, 6, 7], *rows["input_ids"][3:], [8]]})
     with pytest.raises(
-        ValueError, match=r"2 of 28 sequences of train_dataset are not in .* first row 3\. .*cache-teacher"
+        ValueError,
+        match=r"2 of 28 sequences of train_dataset are not in .* first row 3\. .*cache-teacher .* --kd_teacher \S+$",
     ):
         cache.check_dataset(more, "train_dataset")
     cache.check_dataset(rows, "train_dataset")

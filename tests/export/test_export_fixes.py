@@ -146,13 +146,22 @@ def test_weights_that_a_disk_has_no_room_for(tmp_path):
     assert [path.name for path in tmp_path.rglob("*.safetensors")] == ["model.safetensors"]
 
 
-def test_several_adapters(base, export, tmp_path):
+@pytest.mark.parametrize("first", ["default", "first"])
+def test_several_adapters(base, export, tmp_path, first, caplog):
     """PEFT saves adapters with names of their own into directories of these names."""
     lora = LoraConfig(target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora, adapter_name="first")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora, adapter_name=first)
     model.add_adapter("second", lora)
     run = tmp_path / "run"
     model.save_pretrained(run)
     AutoTokenizer.from_pretrained(base).save_pretrained(run)
-    assert "It holds first, second: give one of these." in refusal(export, {"run": run, "merge": True})
+    (run / "checkpoint-1").mkdir()
+    shutil.copy(run / "second" / "adapter_config.json", run / "checkpoint-1")
+    if first == "default":
+        assert export(run, merge=True).output_dir
+        assert f"{run} holds second besides the adapter that is exported" in caplog.text
+    else:
+        assert "It holds checkpoint-1, first, second: give one of these." in refusal(
+            export, {"run": run, "merge": True}
+        )
     assert export(run / "second", merge=True).output_dir

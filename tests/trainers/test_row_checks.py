@@ -58,6 +58,10 @@ PARTS = [{"type": "text", "text": "a question"}]
 #: Conversations, and words of the message where upstream raises.
 ODD = {
     "no content": ([USER, {**SAID, "content": None}], ["message 1", "has no content (None), expected a string"]),
+    "text, not content": (
+        [USER, {"role": "assistant", "content": None, "text": "Hello"}],
+        ["message 1 of", "has no content (None) but 'text', expected a string"],
+    ),
     "call of a tool": ([USER, {**SAID, "content": None, "tool_calls": CALL}], ["message 1", "has no content (None)"]),
     "another role": ([{**USER, "role": "narrator"}, SAID], ["message 0", "has the role 'narrator', expected one of"]),
     "no role": ([USER, {**SAID, "role": None}], ["message 1", "has no role, expected one of 'system', 'user'"]),

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from written_checkpoints import contents, write_checkpoint
 
 from hf_tpu_ext.trainers.checkpoint.lookup import find_checkpoint
-from hf_tpu_ext.trainers.checkpoint.verification import MANIFEST_NAME, find_damage
+from hf_tpu_ext.trainers.checkpoint.verification import MANIFEST_NAME, find_damage, how_to_accept, seal
 
 
 def without_manifest(checkpoint):
@@ -42,6 +42,25 @@ def damage(checkpoint, rng):
         data[rng.choice(places)] = ord(rng.choice("0123456789"))
         file.write_bytes(data)
     return f"{file.relative_to(checkpoint)} {kind}"
+
+
+@pytest.mark.parametrize("change", ["missing", "cut", "other", "manifest"])
+def test_only_a_whole_checkpoint_may_be_accepted_as_it_is(tmp_path, change):
+    checkpoint, weights = tmp_path, tmp_path / "model.safetensors"
+    save_file({"weight": torch.zeros(3)}, weights)
+    (checkpoint / "trainer_state.json").write_text("{}")
+    seal(checkpoint)
+    if change == "missing":
+        weights.unlink()
+    elif change == "cut":
+        weights.write_bytes(weights.read_bytes()[:-1])
+    elif change == "other":
+        save_file({"weight": torch.ones(3)}, weights)
+    else:
+        (checkpoint / MANIFEST_NAME).write_text("{}")
+    assert find_damage(checkpoint) is not None
+    expected = f"removing its manifest: rm {checkpoint / MANIFEST_NAME}" if change in ("other", "manifest") else ""
+    assert how_to_accept(checkpoint).endswith(expected) and bool(how_to_accept(checkpoint)) == bool(expected)
 
 
 @pytest.mark.ci

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import shlex
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from transformers.utils import logging
 from ...backends.processes import HostsDisagree, Processes
 from ...errors import UserError
 from .directories import checkpoints_aside, checkpoints_by_step
-from .verification import MANIFEST_NAME, find_damage
+from .verification import MANIFEST_NAME, find_damage, how_to_accept
 
 
 logger = logging.get_logger(__name__)
@@ -41,27 +40,18 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) 
         kind = "damaged" if (checkpoint / MANIFEST_NAME).exists() else "not a checkpoint"
         raise UserError(
             f"Can't find a valid checkpoint at {resume_from_checkpoint}, which is {kind}: {what}. {hint}, or "
-            f"resume_from_checkpoint=True for the newest complete one in {output_dir!r}.{_to_accept(checkpoint)}"
+            f"resume_from_checkpoint=True for the newest complete one in {output_dir!r}.{how_to_accept(checkpoint)}"
         )
     for checkpoint in reversed(checkpoints_by_step(output_dir).values()):
         damage = find_damage(checkpoint)
         if damage is None:
             return str(checkpoint)
-        logger.warning(f"{checkpoint} is skipped: {damage}.{_to_accept(checkpoint)}")
+        logger.warning(f"{checkpoint} is skipped: {damage}.{how_to_accept(checkpoint)}")
     earlier = sorted(checkpoints_aside(output_dir), key=lambda path: path.stat().st_mtime)
     of_others = f"Of other runs there is {earlier[-1]}, which can be named instead of True. " if earlier else ""
     raise UserError(
         f"No valid checkpoint found in output directory ({output_dir}), and resume_from_checkpoint=True. {of_others}Leave "
         "resume_from_checkpoint out to start over, or set output_dir to the directory of the run to resume."
-    )
-
-
-def _to_accept(checkpoint: Path) -> str:
-    manifest = checkpoint / MANIFEST_NAME
-    if not manifest.is_file():
-        return ""
-    return (
-        f" If it was changed on purpose, accept it as it is by removing its manifest: rm {shlex.quote(str(manifest))}"
     )
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shlex
 import zipfile
 from pathlib import Path
 
@@ -35,15 +36,15 @@ def seal(directory: Path) -> None:
     write_atomically(directory / MANIFEST_NAME, json.dumps({"files": files}, indent=1))
 
 
-def find_damage(checkpoint: Path) -> str | None:
+def find_damage(checkpoint: Path, by_manifest: bool = True) -> str | None:
     """
     Say which file of a checkpoint is damaged, and how; `None` for a whole one. Each file is read once.
 
-    One without a manifest (of stock TRL, or of transformers) is taken for whole if its state, which is written last,
-    can be read, and no file was cut short.
+    One without a manifest (of stock TRL, or of transformers), or not looked at `by_manifest`, is taken for whole if its state, which is
+    written last, can be read, and no file was cut short.
     """
     try:
-        if (checkpoint / MANIFEST_NAME).is_file():
+        if by_manifest and (checkpoint / MANIFEST_NAME).is_file():
             damage = _damage_by_manifest(checkpoint)
         else:
             damage = next(filter(None, map(_damage_by_format, sorted(checkpoint.glob("*")))), None)
@@ -53,12 +54,33 @@ def find_damage(checkpoint: Path) -> str | None:
         return f"{name} cannot be read ({error.strerror})"
 
 
-def _damage_by_manifest(checkpoint: Path) -> str | None:
+def how_to_accept(checkpoint: Path) -> str:
+    """
+    A sentence, behind another, on how to take a damaged checkpoint as it is: it has all files that its manifest names, and nothing but
+    that says that they are others. No sentence where it cannot be taken.
+    """
     manifest = checkpoint / MANIFEST_NAME
+    if not os.access(manifest, os.R_OK) or find_damage(checkpoint, by_manifest=False) is not None:
+        return ""
+    if not all(path.is_file() for path, _, _ in (_expected_files(checkpoint) or {}).values()):
+        return ""
+    return (
+        f" If it was changed on purpose, accept it as it is by removing its manifest: rm {shlex.quote(str(manifest))}"
+    )
+
+
+def _expected_files(checkpoint: Path) -> dict[str, tuple[Path, int, str]] | None:
+    """By its name, each file that a manifest lists, its size and its SHA-256; `None` where the manifest is damaged."""
     try:
-        files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
-        expected_files = {name: (checkpoint / name, entry["size"], entry["sha256"]) for name, entry in files.items()}
+        files = json.loads((checkpoint / MANIFEST_NAME).read_text(encoding="utf-8"))["files"]
+        return {name: (checkpoint / name, entry["size"], entry["sha256"]) for name, entry in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _damage_by_manifest(checkpoint: Path) -> str | None:
+    expected_files = _expected_files(checkpoint)
+    if expected_files is None:
         return f"{MANIFEST_NAME} is damaged"
     missing = {name for name, (path, _, _) in expected_files.items() if not path.is_file()}
     if missing:

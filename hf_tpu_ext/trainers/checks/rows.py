@@ -228,7 +228,9 @@ def _unusual_in(column: str, value: Any) -> Iterator[tuple[tuple, str]]:
         if not isinstance(content, str):
             kind = (column, "content", type(content), role, bool(message.get("tool_calls")))
             has = "no content (None)" if content is None else f"the content {format_value(content)}"
-            yield kind, f"{where} has {has}, expected a string"
+            texts = {key for key, value in message.items() if isinstance(value, str)} - {"role", "from"}
+            but = f" but {', '.join(map(repr, sorted(texts)))}" if content is None and texts else ""
+            yield kind, f"{where} has {has}{but}, expected a string"
 
 
 def _role_of(message: Mapping[str, Any]) -> Any:
