@@ -113,7 +113,7 @@ def notes_on(run: Run) -> list[str]:
             notes.append(
                 f"The run was {was_ended}, and resumed after step {first:,}: the steps between were run again."
             )
-        else:
+        elif after.last_step > first:
             notes.append(
                 f"The run ended after step {first:,}, and was resumed: the first log since may be the mean of fewer steps than others."
             )

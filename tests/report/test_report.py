@@ -225,6 +225,9 @@ def test_a_run_that_was_told_to_stop_repeats_nothing(write_run, tmp_path):
     assert (
         "The run ended after step 20, and was resumed: the first log since may be the mean of fewer steps" in markdown
     )
+    write_run(tmp_path / "all")
+    finished = write_run(tmp_path / "all", steps=40, first_step=40, anew=False)
+    assert "was resumed" not in make_report([finished]).with_suffix(".md").read_text()
     markdown = make_report([write_run(tmp_path / "early", steps=20)]).with_suffix(".md").read_text()
     assert "Training stopped after step 20 of 40, by a callback (early stopping is one) or a signal." in markdown
 
