@@ -253,7 +253,9 @@ def pad_rows(batch: Mapping[str, Any], batch_size: int, pad_token_id: int) -> Ma
     rows = count_rows(batch)
     if rows >= batch_size:
         return batch
-    repeats = "labels" in batch and batch["labels"].ndim == 1
+    # `DataCollatorForSeq2Seq` gives `None` for data without labels.
+    labels = batch.get("labels")
+    repeats = labels is not None and labels.ndim == 1
 
     def complete(key: str, value: Tensor) -> Tensor:
         if repeats and key != "labels":

@@ -141,6 +141,9 @@ def test_completed_rows_are_masked_out():
     for key in ("class_weights", "temperature", "texts"):
         assert completed[key] is batch[key]
     assert batch["input_ids"].shape == (1, 3)
+    # As `DataCollatorForSeq2Seq` gives data without labels.
+    completed = pad_rows({**batch, "labels": None}, 3, PAD)
+    assert completed["input_ids"].tolist() == [[1, 2, PAD], [PAD] * 3, [PAD] * 3] and completed["labels"] is None
 
 
 def test_a_row_with_a_class_is_completed_by_rows_like_it_and_a_full_batch_is_returned_as_it_is():
