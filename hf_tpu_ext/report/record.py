@@ -274,7 +274,8 @@ def _add(run: Run, entry: dict[str, Any]) -> None:
             names = ("step", "kind", "shape", "seconds")
             same = [program for program in run.programs if all(program[name] == entry[name] for name in names)]
             for program in same[-1:]:
-                program["cause"] = entry["cause"]
+                # Records of earlier versions have no advice.
+                program |= {"cause": entry["cause"], "advice": entry.get("advice")}
         case "samples":
             # Before a resume the model has answered, too. What it says in the end is the last.
             earlier = {row["prompt"]: {key: row[key] for key in row if key != "after"} for row in run.samples}

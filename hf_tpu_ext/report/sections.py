@@ -318,6 +318,8 @@ def _programs(run: Run) -> Section:
         section.tables.append(
             Table(["graph", "batch", "step", "after", "compile time", "source", "cause of recompilation"], rows)
         )
+        # Records of earlier versions have none.
+        section.lines += dict.fromkeys(filter(None, (one.get("advice") for one in run.programs)))
     if run.why_traced is not None:
         section.lines.append(f"Step replay is off: {run.why_traced}.")
     if run.syncs:

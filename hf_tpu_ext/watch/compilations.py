@@ -50,6 +50,7 @@ class ProgramEvent:
         seconds (`float`): Seconds that its compiling, or its loading, took.
         compiled (`bool`): Whether it was compiled. Otherwise it was loaded from the compilation cache.
         cause (`str`, *optional*): Why it was compiled again; `None` for the first of its kind and shape.
+        advice (`str`, *optional*): What keeps it from being compiled again; empty where nothing needs to.
     """
 
     step: int | None
@@ -58,6 +59,7 @@ class ProgramEvent:
     seconds: float
     compiled: bool
     cause: str | None
+    advice: str | None
 
 
 class TooManyRecompiles(UserError):
@@ -77,8 +79,9 @@ class _ProgramHistory:
     dependencies: list[Dependencies] = field(default_factory=list)
     #: Says what Python may read otherwise than when it was compiled last, as a clause.
     find_change: Callable[[], str | None] | None = None
-    #: Whether a run has shown since that steps do not change it by themselves.
+    #: Whether a run has shown since that steps do not change it by themselves, and what they have changed where they do.
     is_stable: bool = False
+    changed_by_steps: str | None = None
     operations: Listing | None = None
     #: The step whose operations these are; of a line of the user's, the first that compiled a graph there.
     step: int | None = None
@@ -86,12 +89,6 @@ class _ProgramHistory:
     def is_told(self, cause: Cause | None) -> bool:
         """Whether a further recompile with this cause, or one that is not known yet, is told of."""
         return self.num_warnings < _MOST_LINES or (cause is not None and cause.advice not in self.advice)
-
-    def compare(self, operations: Listing | None, find_own_code: Callable[[], str], when: str = "") -> Cause | None:
-        """The first operation in which the program listed last, which ran `when`, differs from this one, where both were listed."""
-        if self.operations is None or operations is None:
-            return None
-        return compare_operations(self.operations(), operations(), when, find_own_code)
 
 
 class ProgramWatch:
@@ -232,7 +229,9 @@ class ProgramWatch:
                 history.find_change, history.is_stable = self._note_python(), False
         elif history.find_change is not None and not history.is_stable:
             # What steps change by themselves explains nothing.
-            history.find_change, history.is_stable = None if history.find_change() else history.find_change, True
+            history.changed_by_steps, history.is_stable = history.find_change(), True
+            if history.changed_by_steps is not None:
+                history.find_change = None
         if is_compiled:
             # Calls of the trainer's own.
             self._backend.insight.compile_sites()
@@ -240,15 +239,11 @@ class ProgramWatch:
             seconds = self._note_event(kind, shape, self._replay_ended() if is_first_traced else cause)
             again = f"recompilation of the {kind} for batches of {format_size(shape)} ({seconds:.1f} s)"
             self._warn(history, f"{where}: {again}", cause)
-        elif (
-            history.open_event is not None and (cause := history.compare(operations, self._find_own_code)) is not None
-        ):
+        elif history.open_event is not None and (cause := self._compare_with_last(history, operations)) is not None:
             # The program that ran again is compared with the one that was recompiled.
             index, history.open_event = history.open_event, None
-            event = self.events[index] = replace(self.events[index], cause=cause.what)
-            logger.warning(
-                f"step {event.step}: cause of the recompilation of the {kind}: {cause.what}. {cause.advice}"
-            )
+            event = self.events[index] = replace(self.events[index], cause=cause.what, advice=cause.advice)
+            _tell(f"step {event.step}: cause of the recompilation of the {kind}: {cause.what}. {cause.advice}")
         if operations is not None:
             history.operations, history.step = operations, self.step
         elif is_compiled and history.runs > 1 and history.open_event is None:
@@ -355,7 +350,7 @@ class ProgramWatch:
         when = "" if history.open_event is None else f" at step {history.step}"
         history.open_event = None
         change = None if history.find_change is None else history.find_change()
-        difference = history.compare(operations, self._find_own_code, when)
+        difference = self._compare_with_last(history, operations, when)
         causes = [None if change is None else cause_of(change), difference]
         cause = next(filter(None, [cause, *(causes if history.is_stable else reversed(causes))]), None)
         if cause is difference and history.is_told(cause):
@@ -366,12 +361,22 @@ class ProgramWatch:
             history.open_event = len(self.events)
             cause = Cause(
                 "batch and optimizer are unchanged, so a Python number or a branch changed"
-                + (f" in {own_code}" if (own_code := self._find_own_code()) else ""),
+                + (f" in {own_code}" if (own_code := self._own_code_of(history)) else ""),
                 f"torch_xla folds {FOLDED_NUMBERS} into the graph, and sends equal numbers as one: send such a number as a tensor, "
                 "trainer.backend.send(torch.tensor(value)), or with step_replay=True keep it in a buffer of the model, which a callback "
                 "fills. Where a size or a slice bound changes, mask instead.",
             )
         return cause
+
+    def _compare_with_last(self, history: _ProgramHistory, operations: Listing | None, when: str = "") -> Cause | None:
+        """The first operation in which the program listed last, which ran `when`, differs from this one, where both were listed."""
+        if history.operations is None or operations is None:
+            return None
+        return compare_operations(history.operations(), operations(), when, partial(self._own_code_of, history))
+
+    def _own_code_of(self, history: _ProgramHistory) -> str:
+        own_code, changed = self._find_own_code(), history.changed_by_steps
+        return f"{own_code} (between steps before, {changed})" if own_code and changed is not None else own_code
 
     # ---- Words and counts ----
 
@@ -384,7 +389,14 @@ class ProgramWatch:
         is_compiled = (counters - self._spent).loads < max(1, self._backend.compiles() - self._compiles)
         self._spent, self._compiles = counters, self._backend.compiles()
         self.events.append(
-            ProgramEvent(self.step, kind, shape, seconds, is_compiled, None if cause is None else cause.what)
+            ProgramEvent(
+                self.step,
+                kind,
+                shape,
+                seconds,
+                is_compiled,
+                *(None, None) if cause is None else (cause.what, cause.advice),
+            )
         )
         return seconds
 
@@ -403,7 +415,7 @@ class ProgramWatch:
             is_open = history.open_event is not None
             end = " If one of the next steps computes it again, a further message names its line." if is_open else ""
             end += " Further ones like these are only counted." if history.num_warnings == _MOST_LINES else ""
-            logger.warning(f"{line}{end}")
+            _tell(f"{line}{end}")
 
     def describe(self) -> str | None:
         """Sum up in a line what the run has compiled again; `None` if nothing was."""
@@ -449,3 +461,9 @@ class ProgramWatch:
         verb, seconds = "compiled" if self._backend.compiles() > compiles else "found", time.monotonic() - start
         if self._bars or seconds >= _LONG:
             tqdm.write(f"{verb} the {what} in {seconds:.1f} s", file=sys.stderr)
+
+
+def _tell(line: str) -> None:
+    # Behind a progress bar, the line would be missed.
+    with tqdm.external_write_mode():
+        logger.warning(line)

@@ -59,6 +59,7 @@ def program(at, **values):
         "seconds": 2.0,
         "compiled": True,
         "cause": None,
+        "advice": None,
         **values,
     }
 
@@ -120,7 +121,7 @@ def write_run():
         writer = RecordWriter(directory, anew)
         writer.write("begin", **begin(first_step, **facts))
         for cause in (None, *causes):
-            writer.write("program", **program(2.5, cause=cause))
+            writer.write("program", **program(2.5, cause=cause, advice=cause and f"Advice on {cause}."))
         for index, step in enumerate(range(first_step + 5, steps + 1, 5)):
             speed = dict(tokens_per_second=5000.0, padded_tokens_per_second=8000.0, step_time=0.02, peak_memory_gb=2.5)
             writer.write(

@@ -297,6 +297,7 @@ def test_why_runs_compiled_more(write_run, tmp_path):
     assert f"| device-to-host syncs |  | {read} |" in markdown
     alone = make_report(runs[1:]).with_suffix(".md").read_text()
     assert "Step replay is off: Mine, a callback." in alone
+    assert alone.count("Advice on labels was (4, 16), is (4, 9).") == alone.count("Advice on w.") == 1
     assert f"Device-to-host syncs outside this package: {read}." in alone
 
 

@@ -274,6 +274,21 @@ def test_a_number_after_a_setting_that_has_changed_the_program(train):
     ]
 
 
+def test_a_number_that_each_step_changes_is_named(train):
+    """Until a graph was compiled again, nobody knows the lines of operators."""
+
+    class Fills(TrainerCallback):
+        def on_step_begin(self, args, state, control, model, **kwargs):
+            model.scale = 1.0 if state.global_step == 5 else 2.5 + 0.1 * state.global_step
+
+    trainer = train(callbacks=[Fills()], max_steps=9)
+    ((step, cause),) = causes(trainer)
+    assert step == 6 and "a Python number or a branch changed in code of yours: the model is a Tiny" in cause
+    assert cause.endswith("(between steps before, `model.scale` was 2.5, is 2.6)")
+    (event,) = (event for event in trainer.watch.events if event.cause is not None)
+    assert event.advice.startswith("torch_xla folds 0, 1 and -1")
+
+
 def test_an_exponent_whose_gradient_is_computed_otherwise(train):
     class Raises(TPUTrainer):
         def compute_loss(self, *args, **kwargs):
