@@ -56,8 +56,8 @@ def find_damage(checkpoint: Path, by_manifest: bool = True) -> str | None:
 
 def how_to_accept(checkpoint: Path) -> str:
     """
-    A sentence, behind another, on how to take a damaged checkpoint as it is: it has all files that its manifest names, and nothing but
-    that says that they are others. No sentence where it cannot be taken.
+    A sentence, behind another, on how to take a checkpoint as it is that is damaged by its manifest alone: all files are there, and
+    whole by their formats. Of any other, no sentence.
     """
     manifest = checkpoint / MANIFEST_NAME
     if not os.access(manifest, os.R_OK) or find_damage(checkpoint, by_manifest=False) is not None:
