@@ -1,5 +1,6 @@
 """GRPO and RLOO on what the model writes itself: rewards rise, programs are replayed, and a resumed run writes the same."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,6 +113,31 @@ def test_a_resumed_run_writes_the_same(models, tmp_path, kind):
         assert tables and all(len(pandas.read_parquet(table)) for table in tables)
         table = pandas.read_parquet(Path(tmp_path / "run" / "completions" / "completions_00006.parquet"))
         assert {"prompt", "completion", "early", "advantage"} <= set(table.columns) and len(table) == 8
+
+
+def test_a_run_that_is_resumed_on_fewer_chips_goes_on_as_before(models, tmp_path):
+    """A generation is of more batches then, by which upstream shuffles it. As many completions are shown as are generated together."""
+    settings = {"log_completions": True, "logging_steps": 1, "steps_per_generation": 1, "learning_rate": 0.02}
+    case = Case("grpo", settings, model_config=ONE_LAYER, steps=3, rewards=(early,))
+    saves = {"save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path / "run")}
+    more = {**settings, "per_device_train_batch_size": 8, **saves}
+    whole = trainer_for(replace(case, settings=more), models, ours=True)
+    assert whole.shares_prompts
+    whole.train()
+    checkpoint = tmp_path / "run" / "checkpoint-1"
+    state = json.loads((checkpoint / "run_state.json").read_text())
+    # As a run on two chips has written it.
+    state.update(num_workers=2, recipe_rows=[4, 1])
+    (checkpoint / "run_state.json").write_text(json.dumps(state))
+    (checkpoint / "manifest.json").unlink()
+    fewer = {**settings, "per_device_train_batch_size": 4, "output_dir": str(tmp_path / "resumed")}
+    resumed = trainer_for(replace(case, settings=fewer), models, ours=True)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert resumed.args.steps_per_generation == 2 and not resumed.shares_prompts
+    rewards = [[entry["reward"] for entry in each.state.log_history if "reward" in entry] for each in (whole, resumed)]
+    assert len(rewards[0]) == 3 and rewards[0] == rewards[1]
+    for table in (tmp_path / "resumed" / "completions").glob("*.parquet"):
+        assert len(pandas.read_parquet(table)) == 8
 
 
 def test_evaluates_and_predicts_outside_of_a_run(models):

@@ -1,5 +1,6 @@
 """Completions in checkpoints: a run that is resumed goes on with those that it was trained on."""
 
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -106,6 +107,12 @@ class RolloutCheckpoints:
             num_workers = self._resumed_state["num_workers"]
             if num_workers != self.chips.batch_state()["num_workers"]:
                 self._keep_generation(generation, num_workers)
+                # Upstream made them for the rows of a generation that this run would have had.
+                self._logs |= {
+                    name: deque(maxlen=self.generation_rows)
+                    for name, kept in self._logs.items()
+                    if isinstance(kept, deque)
+                }
             # As many rows as before, in steps of this run's.
             self._step = step * rows // self._rows_of_micro_step
             self._buffered_inputs = self._split_again(tensors)

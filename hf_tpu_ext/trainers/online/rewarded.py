@@ -48,6 +48,9 @@ class RewardedMixin(RolloutMixin):
     has, and what it makes is read once.
     """
 
+    # The line that says whether layers read a prompt once.
+    _said_of_sharing: str | None = None
+
     # ---- Setting up ----
 
     def _arrange_batches(self) -> None:
@@ -108,11 +111,18 @@ class RewardedMixin(RolloutMixin):
         if reason is not None and setting == "on":
             raise UserError(f"share_prompts='on' is not possible: {reason}. Leave it out, or set it to 'auto'.")
         self.shares_prompts = reason is None
-        self.adapted.changes.append(
+        changes, said = self.adapted.changes, self._said_of_sharing
+        self._said_of_sharing = (
             "layers read a prompt once for all its completions"
             if reason is None
             else f"layers read a prompt again for each of its completions: {reason}"
         )
+        changes[:] = [*(change for change in changes if change != said), self._said_of_sharing]
+
+    def _keep_generation(self, rows: int, num_workers: int) -> None:
+        super()._keep_generation(rows, num_workers)
+        # By the batches of a generation that there are now.
+        self._decide_sharing()
 
     def settings_of_programs(self) -> Hashable:
         return super().settings_of_programs(), self.shares_prompts
