@@ -273,6 +273,13 @@ class Backend(ABC):
         """The same tensors, past which the compiler does not look: what uses them waits until all are there."""
         return tensors
 
+    def checkpoint_replaced(self, recompute: Callable) -> AbstractContextManager[None]:
+        """
+        Context in which a model's own calls of `checkpoint(function, *args)` are `recompute(function, *args)`, where PyTorch's does not
+        fit the device.
+        """
+        return nullcontext()
+
     def compile_module(self, module: nn.Module) -> Callable[[], None]:
         """Have calls of a module compiled, in place. Returns what undoes that. Only where `compiles_functions`."""
         raise NotImplementedError

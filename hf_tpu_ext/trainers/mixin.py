@@ -12,6 +12,7 @@ from transformers.trainer_utils import unwrap_peft_model
 
 from ..backends.compiled_function import StateLost
 from ..data.static_shapes import StaticShapeCollator
+from ..layers.activation_checkpointing import recompute
 from ..layers.adapters import adapters_scaled_inside
 from ..layers.frozen_weights import FrozenWeights, bfloat16_holds
 from ..sharding import ShardingPlan
@@ -286,6 +287,7 @@ class TPUTrainerMixin(
             self.frozen_in_bfloat16(),
             self.chips.split_activations(self.model),
             adapters_scaled_inside(models),
+            self.backend.checkpoint_replaced(partial(recompute, self.model, self.backend, False)),
         ):
             yield
 

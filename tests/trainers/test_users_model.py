@@ -3,17 +3,20 @@
 import copy
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from transformers import AutoModelForCausalLM, TrainerCallback
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from trl import SFTTrainer
 
-from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
+from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer
 from hf_tpu_ext.errors import UserError
 from hf_tpu_ext.examples.tiny import make_model
 
@@ -308,3 +311,47 @@ def test_changes_within_a_run_are_upstreams(runs, same_logs, changes):
         trainer.train()
         logs.append(SimpleNamespace(state=SimpleNamespace(log_history=history + trainer.state.log_history)))
     same_logs(*logs)
+
+
+# ---- Activation checkpointing by a model itself ----
+
+
+class Checkpointed(nn.Module):
+    """A weight of 1 before dropout: the gradient of the sum is the sum, if both are of the same elements."""
+
+    def __init__(self, dropout, by):
+        super().__init__()
+        self.weight, self.dropout, self.by = nn.Parameter(torch.ones(())), nn.Dropout(dropout), by
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        return {"loss": self.by(lambda value: self.dropout(value * self.weight).square(), x).sum()}
+
+
+def by_torch_xla(function, *args):
+    import torch_xla.utils.checkpoint
+
+    on_xla = args[0].device.type == "xla"
+    return torch_xla.utils.checkpoint.checkpoint(function, *args) if on_xla else function(*args)
+
+
+@pytest.mark.parametrize(
+    "by",
+    [by_torch_xla, partial(checkpoint, use_reentrant=True), partial(checkpoint, use_reentrant=False)],
+    ids=["torch_xla", "reentrant", "not reentrant"],
+)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_model_that_checkpoints_its_activations(xla, tmp_path, by, dropout, caplog):
+    rows = [{"x": torch.arange(6.0) + row} for row in range(16)]
+    settings = dict(max_steps=3, logging_steps=1, report_to="none", learning_rate=0.0, max_grad_norm=1e9, optim="sgd")
+    settings |= dict(save_strategy="no", remove_unused_columns=False, per_device_train_batch_size=4, use_cpu=False)
+    logs = []
+    for cls in (TPUTrainer, Trainer) if dropout == 0 else (TPUTrainer,):
+        args = TrainingArguments(str(tmp_path), **{**settings, "use_cpu": cls is Trainer})
+        trainer = cls(Checkpointed(dropout, by), args, train_dataset=rows)
+        trainer.train()
+        logs.append([(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log])
+    assert len(logs[0]) == 3 and all(norm == pytest.approx(2 * loss) for loss, norm in logs[0])
+    assert logs[-1] == [pytest.approx(each) for each in logs[0]]
+    # Outside of runs, they are as before.
+    assert torch.utils.checkpoint.CheckpointFunction.__module__ == "torch.utils.checkpoint"
