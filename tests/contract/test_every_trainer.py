@@ -113,7 +113,7 @@ OF_ROLLOUTS = {
     "get_high_entropy_mask": ["entropies", "mask", "threshold"],
 }
 OF_ENTROPY = {"_last_world_entropy", "entropy_coef", "use_adaptive_entropy"}
-SET_BY_ROLLOUTS = {"_buffered_inputs", "_metrics", "_step", "reward_funcs"}
+SET_BY_ROLLOUTS = {"_buffered_inputs", "_logs", "_metrics", "_step", "reward_funcs"}
 
 
 @pytest.mark.parametrize("upstream", [trl.GRPOTrainer, trl.RLOOTrainer])
