@@ -35,7 +35,7 @@ def checkpoint_replaced(recompute: Callable) -> Iterator[None]:
 def _keep_all(*args: Any) -> Iterator[None]:
     """What PyTorch runs before and after the function, which it calls by itself."""
     logger.warning_once(
-        "Your model calls torch.utils.checkpoint with use_reentrant=False, which keeps all activations on XLA. With use_reentrant=True "
-        "they are computed again."
+        "Your model calls torch.utils.checkpoint.checkpoint without `use_reentrant`, which keeps all activations on XLA. With it, they "
+        "are computed again."
     )
     yield
