@@ -273,7 +273,7 @@ class Backend(ABC):
         """The same tensors, past which the compiler does not look: what uses them waits until all are there."""
         return tensors
 
-    def checkpoint_replaced(self, recompute: Callable) -> AbstractContextManager[None]:
+    def replace_checkpoint(self, recompute: Callable) -> AbstractContextManager[None]:
         """
         Context in which a model's own calls of `checkpoint(function, *args)` are `recompute(function, *args)`, where PyTorch's does not
         fit the device.

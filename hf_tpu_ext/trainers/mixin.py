@@ -287,7 +287,7 @@ class TPUTrainerMixin(
             self.frozen_in_bfloat16(),
             self.chips.split_activations(self.model),
             adapters_scaled_inside(models),
-            self.backend.checkpoint_replaced(partial(recompute, self.model, self.backend, False)),
+            self.backend.replace_checkpoint(partial(recompute, self.model, self.backend, False)),
         ):
             yield
 

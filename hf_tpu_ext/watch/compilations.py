@@ -376,7 +376,7 @@ class ProgramWatch:
 
     def _own_code_of(self, history: _ProgramHistory) -> str:
         own_code, changed = self._find_own_code(), history.changed_by_steps
-        return f"{own_code} (between steps before, {changed})" if own_code and changed is not None else own_code
+        return f"{own_code} (between earlier steps, {changed})" if own_code and changed is not None else own_code
 
     # ---- Words and counts ----
 
@@ -388,16 +388,8 @@ class ProgramWatch:
         seconds = (counters - self._spent).compile_seconds if seconds is None else seconds
         is_compiled = (counters - self._spent).loads < max(1, self._backend.compiles() - self._compiles)
         self._spent, self._compiles = counters, self._backend.compiles()
-        self.events.append(
-            ProgramEvent(
-                self.step,
-                kind,
-                shape,
-                seconds,
-                is_compiled,
-                *(None, None) if cause is None else (cause.what, cause.advice),
-            )
-        )
+        what, advice = (None, None) if cause is None else (cause.what, cause.advice)
+        self.events.append(ProgramEvent(self.step, kind, shape, seconds, is_compiled, what, advice))
         return seconds
 
     def _warn(self, history: _ProgramHistory, again: str, cause: Cause | None) -> None:

@@ -136,8 +136,8 @@ def test_a_run_that_is_resumed_on_fewer_chips_goes_on_as_before(models, tmp_path
     assert resumed.args.steps_per_generation == 2 and not resumed.shares_prompts
     rewards = [[entry["reward"] for entry in each.state.log_history if "reward" in entry] for each in (whole, resumed)]
     assert len(rewards[0]) == 3 and rewards[0] == rewards[1]
-    for table in (tmp_path / "resumed" / "completions").glob("*.parquet"):
-        assert len(pandas.read_parquet(table)) == 8
+    tables = list((tmp_path / "resumed" / "completions").glob("*.parquet"))
+    assert tables and all(len(pandas.read_parquet(table)) == 8 for table in tables)
 
 
 def test_evaluates_and_predicts_outside_of_a_run(models):

@@ -335,16 +335,20 @@ def by_torch_xla(function, *args):
     return torch_xla.utils.checkpoint.checkpoint(function, *args) if on_xla else function(*args)
 
 
+def with_keyword(function, x):
+    return checkpoint(lambda value, other: function(value), x, other=1, use_reentrant=False)
+
+
 @pytest.mark.parametrize(
     "by",
-    [by_torch_xla, partial(checkpoint, use_reentrant=True), partial(checkpoint, use_reentrant=False)],
-    ids=["torch_xla", "reentrant", "not reentrant"],
+    [by_torch_xla, partial(checkpoint, use_reentrant=True), partial(checkpoint, use_reentrant=False), with_keyword],
+    ids=["torch_xla", "reentrant", "not reentrant", "keyword"],
 )
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_a_model_that_checkpoints_its_activations(xla, tmp_path, by, dropout, caplog):
+def test_a_model_that_checkpoints_its_activations(xla, tmp_path, by, dropout):
     rows = [{"x": torch.arange(6.0) + row} for row in range(16)]
     settings = dict(max_steps=3, logging_steps=1, report_to="none", learning_rate=0.0, max_grad_norm=1e9, optim="sgd")
-    settings |= dict(save_strategy="no", remove_unused_columns=False, per_device_train_batch_size=4, use_cpu=False)
+    settings |= dict(save_strategy="no", remove_unused_columns=False, per_device_train_batch_size=4)
     logs = []
     for cls in (TPUTrainer, Trainer) if dropout == 0 else (TPUTrainer,):
         args = TrainingArguments(str(tmp_path), **{**settings, "use_cpu": cls is Trainer})

@@ -284,7 +284,7 @@ def test_a_number_that_each_step_changes_is_named(train):
     trainer = train(callbacks=[Fills()], max_steps=9)
     ((step, cause),) = causes(trainer)
     assert step == 6 and "a Python number or a branch changed in code of yours: the model is a Tiny" in cause
-    assert cause.endswith("(between steps before, `model.scale` was 2.5, is 2.6)")
+    assert cause.endswith("(between earlier steps, `model.scale` was 2.5, is 2.6)")
     (event,) = (event for event in trainer.watch.events if event.cause is not None)
     assert event.advice.startswith("torch_xla folds 0, 1 and -1")
 

@@ -22,7 +22,7 @@ from ..host import enable_hugepages, peak_of_process
 from ..insight import Counters
 from ..processes import Processes
 from ..streamed import stream_tensor
-from .checkpointing import checkpoint_replaced
+from .checkpointing import replace_checkpoint
 from .graphs import pending
 from .hosts import hosts_of_slice, join_hosts, read_split
 from .insight import XLAInsight, metric
@@ -356,8 +356,8 @@ class XLABackend(Backend):
                         on_host[index][tuple(slices)] = part
         return [on_host[index] for index in range(len(tensors))]
 
-    def checkpoint_replaced(self, recompute):
-        return checkpoint_replaced(recompute)
+    def replace_checkpoint(self, recompute):
+        return replace_checkpoint(recompute)
 
     def separate(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         xm.optimization_barrier_(tensors)

@@ -16,12 +16,12 @@ logger = logging.get_logger(__name__)
 
 
 @contextmanager
-def checkpoint_replaced(recompute: Callable) -> Iterator[None]:
+def replace_checkpoint(recompute: Callable) -> Iterator[None]:
     """
     Within this context, `checkpoint` of PyTorch and of torch_xla is `recompute(function, *args)`.
 
-    PyTorch's fails on XLA. torch_xla's restores the state of its own generator, of which random numbers do not come here: what is
-    computed again would draw others. Replaced is what both look up when they are called, since models import them by their name.
+    PyTorch's fails on XLA. torch_xla's restores the state of a generator that this package does not draw from, so what is computed again
+    would have other random numbers. Models import `checkpoint` by its name: what it looks up when it is called is replaced.
     """
     own = SimpleNamespace(apply=lambda function, preserve_rng_state, *args: recompute(function, *args))
     of_torch = {"CheckpointFunction": own, "_checkpoint_without_reentrant_generator": _keep_all}
@@ -32,7 +32,7 @@ def checkpoint_replaced(recompute: Callable) -> Iterator[None]:
         yield
 
 
-def _keep_all(*args: Any) -> Iterator[None]:
+def _keep_all(*args: Any, **kwargs: Any) -> Iterator[None]:
     """What PyTorch runs before and after the function, which it calls by itself."""
     logger.warning_once(
         "Your model calls torch.utils.checkpoint.checkpoint without `use_reentrant`, which keeps all activations on XLA. With it, they "

@@ -107,12 +107,7 @@ class RolloutCheckpoints:
             num_workers = self._resumed_state["num_workers"]
             if num_workers != self.chips.batch_state()["num_workers"]:
                 self._keep_generation(generation, num_workers)
-                # Upstream made them for the rows of a generation that this run would have had.
-                self._logs |= {
-                    name: deque(maxlen=self.generation_rows)
-                    for name, kept in self._logs.items()
-                    if isinstance(kept, deque)
-                }
+                self._keep_texts_of_generation()
             # As many rows as before, in steps of this run's.
             self._step = step * rows // self._rows_of_micro_step
             self._buffered_inputs = self._split_again(tensors)
@@ -129,6 +124,11 @@ class RolloutCheckpoints:
                 "another per_device_train_batch_size."
             )
         args.generation_batch_size, args.steps_per_generation = rows, rows // at_once
+
+    def _keep_texts_of_generation(self) -> None:
+        """Have upstream keep the texts of one generation for its tables, of as many rows as it has here."""
+        rows = self.generation_rows
+        self._logs |= {name: deque(maxlen=rows) for name, kept in self._logs.items() if isinstance(kept, deque)}
 
     def _split_again(self, tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]] | None:
         """

@@ -1,6 +1,5 @@
 """Distillation on-policy: a student learns from a teacher on completions that it writes itself."""
 
-from collections import deque
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -65,7 +64,7 @@ class TPUDistillationTrainer(RolloutMixin, TPUTrainerMixin, DistillationTrainer)
     def _finish_set_up(self) -> None:
         super()._finish_set_up()
         if self.backend.static_shapes:
-            self._logs = {name: deque(maxlen=self.generation_rows) for name in self._logs}
+            self._keep_texts_of_generation()
             self._divergence = SimpleNamespace(apply=self._diverge)
 
     def _make_train_dataloader(self):
