@@ -44,7 +44,7 @@ class TrainingPreempted(SystemExit):
     def __str__(self) -> str:
         return (
             f"Stopped by {self.reason} after step {self.step}, saved in {self.checkpoint}. To resume, run the same command "
-            "with --resume_from_checkpoint true, or call trainer.train(resume_from_checkpoint=True)."
+            "with --resume_from_checkpoint true (hf-tpu, trl), or call trainer.train(resume_from_checkpoint=True) in your script."
         )
 
 

@@ -57,27 +57,33 @@ CALL = [{"type": "function", "function": {"name": "look", "arguments": {"at": "b
 PARTS = [{"type": "text", "text": "a question"}]
 #: Conversations, and words of the message where upstream raises.
 ODD = {
-    "no content": ([USER, {**SAID, "content": None}], ["message 1", "has no content (None), expected a string"]),
+    "no content": ([USER, {**SAID, "content": None}], ["[1]", "has no content (None), expected a string"]),
     "text, not content": (
         [USER, {"role": "assistant", "content": None, "text": "Hello"}],
-        ["message 1 of", "has no content (None) but 'text', expected a string"],
+        ["[1] has no content (None) but 'text', expected a string"],
     ),
-    "call of a tool": ([USER, {**SAID, "content": None, "tool_calls": CALL}], ["message 1", "has no content (None)"]),
-    "another role": ([{**USER, "role": "narrator"}, SAID], ["message 0", "has the role 'narrator', expected one of"]),
-    "no role": ([USER, {**SAID, "role": None}], ["message 1", "has no role, expected one of 'system', 'user'"]),
+    "call of a tool": (
+        [USER, {**SAID, "content": None, "tool_calls": CALL}],
+        ["[1]", "has no content (None)"],
+    ),
+    "another role": (
+        [{**USER, "role": "narrator"}, SAID],
+        ["[0]", "has the role 'narrator', expected one of"],
+    ),
+    "no role": ([USER, {**SAID, "role": None}], ["[1]", "has no role, expected one of 'system', 'user'"]),
     "no messages": ([], ["is an empty list, expected a list of messages such as {'role': 'user'"]),
-    "no message": ([USER, None], ["message 1", "is None, expected {'role': 'user'"]),
+    "no message": ([USER, None], ["[1]", "is None, expected {'role': 'user'"]),
     "nothing": (None, ["is None"]),
 }
 #: Those of which all rows are odd, since a column has one type.
 ALL_ODD = {
     "a number": (
         [{**USER, "content": 5}, {**SAID, "content": 7}],
-        ["message 0", "has the content 5, expected a string"],
+        ["[0]", "has the content 5, expected a string"],
     ),
     "parts": (
         [{**USER, "content": PARTS}, {**SAID, "content": PARTS}],
-        ["message 0", "has the content [{'type': 'te"],
+        ["[0]", "has the content [{'type': 'te"],
     ),
     "not messages": (5, ["is 5, expected a string or a list of messages"]),
 }
@@ -190,7 +196,7 @@ def test_the_row_is_one_that_upstream_raises_for(xla, models, tiny_model, tmp_pa
     rows = Dataset.from_list([row_of("sft", messages) for messages in ([USER, SAID], called, called, without)])
     check(
         "sft",
-        ["Row 3 of the train dataset (the first is row 0): message 1"],
+        ["Row 3 of the train dataset (the first is row 0): messages[1]"],
         rows,
         "refuses",
         models,
@@ -206,9 +212,9 @@ def test_all_rows_are_named(xla, models, tiny_model, tmp_path):
     conversations = [[USER, SAID], *without, [], [USER, SAID], *narrated]
     rows = Dataset.from_list([row_of("sft", messages) for messages in conversations])
     words = [
-        "Rows 1, 2, 3 and 27 more of the train dataset (the first is row 0): message 1 of 'messages' has no role",
+        "Rows 1, 2, 3 and 27 more of the train dataset (the first is row 0): messages[1] has no role",
         "Also row 31: 'messages' is an empty list",
-        "; row 33: message 0 of 'messages' has the role 'narrator of 0'",
+        "; row 33: messages[0] has the role 'narrator of 0'",
         "; and 28 rows more. Row 1 begins",
     ]
     check("sft", words, rows, "refuses", models, tiny_model, tmp_path)

@@ -50,7 +50,7 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) 
     earlier = sorted(checkpoints_aside(output_dir), key=lambda path: path.stat().st_mtime)
     of_others = f"Of other runs there is {earlier[-1]}, which can be named instead of True. " if earlier else ""
     raise UserError(
-        f"No valid checkpoint found in output directory ({output_dir}), and resume_from_checkpoint=True. {of_others}Leave "
+        f"No valid checkpoint found in output directory ({output_dir}) for resume_from_checkpoint=True. {of_others}Leave "
         "resume_from_checkpoint out to start over, or set output_dir to the directory of the run to resume."
     )
 

@@ -215,7 +215,7 @@ def _unusual_in(column: str, value: Any) -> Iterator[tuple[tuple, str]]:
     if not value:
         yield (column, "empty"), f"{column!r} is an empty list, expected {_MESSAGES}"
     for place, message in enumerate(value):
-        where = f"message {place} of {column!r}"
+        where = f"{column}[{place}]"
         if not isinstance(message, dict):
             yield (column, "message", type(message)), f"{where} is {format_value(message)}, expected {_MESSAGE}"
             continue
