@@ -1,6 +1,6 @@
 """AdamW whose step is one program for the whole run, with state that exists before the first step, and its gradients."""
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
 from functools import partial
 from itertools import chain, count
 from operator import is_, itemgetter
@@ -35,6 +35,9 @@ class LazyAdamW(torch.optim.AdamW):
         self._backend = backend
         #: An average of the weights, which a step updates as well.
         self.average: WeightAverage | None = None
+        #: Parameters that some steps leave as they are. They have rows of numbers of their own from the first step on: once they have
+        #: taken fewer steps than others, the program would be another.
+        self.sometimes_unused: Set[torch.nn.Parameter] = frozenset()
         #: Whether the program of the step under way has updated the weights: [`~LazyAdamW.step`] then counts that only.
         self.is_done = False
         #: The states of the parameters that were updated last.
@@ -94,12 +97,15 @@ class LazyAdamW(torch.optim.AdamW):
                     "exp_avg_sq": torch.zeros_like(parameter),
                 }
         self._follow_state()
-        counts = self._counts.tolist()
-        self._by_count = sorted(set(counts), reverse=True)
-        # There may be some that no step uses, and those that were frozen. The first step has as many rows, to be the same program.
-        self._by_count += [0.0] * (2 - len(self._by_count))
-        row_of = {count: row for row, count in reversed([*enumerate(self._by_count)])}
-        self._row_of = {id(state): row_of[count] for state, count in zip(self._states, counts, strict=True)}
+        count_of = dict(zip(map(id, self._states), self._counts.tolist(), strict=True))
+        sometimes_unused = {id(self.state[each]): None for each in self._parameters() if each in self.sometimes_unused}
+        self._by_count, self._row_of = [], {}
+        for states in filter(None, ([state for state in count_of if state not in sometimes_unused], sometimes_unused)):
+            counts = sorted({count_of[state] for state in states}, reverse=True)
+            # There may be some that no step uses, and those that were frozen. The first step has as many rows, to be the same program.
+            counts += [0.0] * (2 - len(counts))
+            self._row_of |= {state: len(self._by_count) + counts.index(count_of[state]) for state in states}
+            self._by_count += counts
         groups = (
             (group["betas"], group["eps"], bool(group["weight_decay"]), tuple(map(id, group["params"])))
             for group in self.param_groups

@@ -367,3 +367,23 @@ def test_another_update_than_this_one_is_left_to_pytorch(xla, options):
     assert LazyAdamW.in_place_of(hooked, xla) is hooked
     sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
     assert LazyAdamW.in_place_of(sgd, xla) is sgd
+
+
+def test_parameters_that_a_step_leaves_out_are_in_the_same_program_before_and_after(backend):
+    """A step of all parameters after one without some, as a batch with images after one without."""
+    weights = make_weights()
+    parameters, expected = make_parameters(weights, backend), make_parameters(weights)
+    optimizer, expected_optimizer = LazyAdamW(parameters, backend=backend), torch.optim.AdamW(expected)
+    optimizer.sometimes_unused = {parameters[-1]}
+    optimizer.create_state()
+    before, rows = optimizer.program_key, optimizer.numbers().shape
+    for used in (3, 2, 3):
+        for each in (parameters, expected):
+            for number, parameter in enumerate(each):
+                parameter.grad = torch.full_like(parameter, number + 1.0) if number < used else None
+        optimizer.step()
+        expected_optimizer.step()
+        assert optimizer.numbers().shape == rows and optimizer.program_key == before
+    assert [state["step"].item() for state in optimizer.state.values()] == [3, 3, 2]
+    for mine, theirs in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(mine.detach().cpu(), theirs.detach(), rtol=1e-6, atol=1e-7)

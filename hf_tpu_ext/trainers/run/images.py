@@ -9,6 +9,7 @@ from typing import Any
 
 import datasets
 import pyarrow.compute as pc
+from torch import nn
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import ProcessorMixin, TrainingArguments
@@ -174,13 +175,16 @@ class ImagesMixin:
                     rows.append(make_row(with_image, tokenizer.decode(words)))
         return datasets.Dataset.from_list(rows)
 
-    def why_other_updates(self) -> str | None:
-        """Why steps update other parameters from one to the next, as a clause: those of images, if there are some."""
+    def sometimes_unused(self) -> set[nn.Parameter]:
+        """The trained parameters that some steps leave as they are: those of images, if some batches have none."""
         if not self.some_without_images:
-            return None
+            return set()
         base = find_base(self.model)
-        of_text = set(base.get_decoder().parameters())
-        if not any(parameter.requires_grad and parameter not in of_text for parameter in base.parameters()):
+        return {each for each in base.parameters() if each.requires_grad} - {*base.get_decoder().parameters()}
+
+    def why_other_updates(self) -> str | None:
+        """Why steps update other parameters from one to the next, as a clause."""
+        if not self.sometimes_unused():
             return None
         return "batches without images leave the weights of the vision tower as they are. Freeze the tower, or give each row an image"
 

@@ -100,6 +100,7 @@ class TrainingSteps(TrainerCallback):
     def _begin_run(self) -> None:
         self._note_user_code(self._find_user_code())
         if isinstance(self._optimizer, LazyAdamW):
+            self._optimizer.sometimes_unused = self._trainer.sometimes_unused()
             self._optimizer.create_state()
         self._averaging.begin()
         self.make_gradients()
