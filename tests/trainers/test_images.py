@@ -219,8 +219,8 @@ def test_batches_without_images_leave_a_trained_tower_as_stock_leaves_it(images,
     rows = make_rows([1, 0, 0, 1, *[0] * 4, 0, 1, 1, 1, *[0] * 8] * accumulation)
     kwargs = {"max_steps": 5, "gradient_accumulation_steps": accumulation, "weight_decay": 0.1}
     ours = images.ours(family, rows, **kwargs)
-    # Of an image graph that ran before the tower had taken fewer steps, too.
-    assert ours.watch.recompiles == 0
+    # The graph with images is the same before and after a step without. With accumulation, an update has the tower or not.
+    assert ours.watch.recompiles <= accumulation - 1
     assert "batches without images leave the weights of the vision tower as they are" in caplog.text
     check_same(images.stock(family, rows, **kwargs), ours)
 
