@@ -29,6 +29,7 @@ def trl(*args, env=None):
     return run_process(shutil.which("trl", path=os.path.dirname(sys.executable)), *args, env=env)
 
 
+@pytest.mark.ci
 def test_other_processes_are_left_as_they_are():
     with_autoload = run_process(sys.executable, "-c", STATE)
     without = run_process(sys.executable, "-c", STATE, env={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})

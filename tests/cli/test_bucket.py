@@ -36,6 +36,7 @@ def bucket(monkeypatch, tmp_path):
     Bucket.store.clear()
 
 
+@pytest.mark.ci
 def test_rows_are_read_from_an_address(bucket, tmp_path):
     rows = [
         {"messages": [{"role": "user", "content": f"{number}+1?"}, {"role": "assistant", "content": f"{number + 1}"}]}

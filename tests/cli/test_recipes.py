@@ -62,6 +62,7 @@ MARKS = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "recipe",
     [pytest.param(path, id=path.stem, marks=MARKS.get(path.stem, [pytest.mark.slow])) for path in RECIPES],

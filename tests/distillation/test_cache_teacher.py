@@ -186,6 +186,7 @@ def test_smoke(xla, tiny, recipe, tmp_path, monkeypatch, capsys):
     assert (manifest.top_k, manifest.teacher) == (16, str(tiny / "teacher"))
 
 
+@pytest.mark.ci
 def test_rows_that_are_held_out_are_those_of_training(xla, tiny, recipe, capsys):
     """Not all have a place in the cache, without eval_strategy: training would look for others."""
     rows = {"datasets": [{"path": "json", "data_files": str(tiny / "data" / "train.jsonl")}], "test_split_size": 0.25}

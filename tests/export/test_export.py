@@ -122,6 +122,7 @@ def test_families(make_adapter, logits_of, model_type):
     assert export.good
 
 
+@pytest.mark.ci
 def test_a_model_of_images_keeps_its_processor(tmp_path):
     source = make_vision_model(tmp_path / "run", "gemma3")
     export = export_run(source, tmp_path / "out", dtype="bfloat16")
@@ -234,7 +235,7 @@ def test_tokenizer_of_the_base_where_the_run_has_none(lora_run, tmp_path):
     assert (Path(export.output_dir) / "chat_template.jinja").is_file()
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.ci), True], ids=["full", "lora"])
 def test_the_average_of_a_run(fine_tune, logits_of, tmp_path, lora):
     config = None
     if lora:
@@ -261,6 +262,7 @@ def test_the_average_of_a_run(fine_tune, logits_of, tmp_path, lora):
     assert json.loads((output_dir / "export.json").read_text())["ema"] is True
 
 
+@pytest.mark.ci
 def test_merge_of_a_qlora_run_is_the_trained_model(base, xla, logits_of, tmp_path):
     """The base is quantized again as it was in training. The adapter on the original weights is another model."""
     data = make_arithmetic(tmp_path / "data", 64)

@@ -63,8 +63,13 @@ def shapes(directory):
     [
         ("inside", dict(qat_weight_dtype="int4"), 8),
         pytest.param(None, dict(qat_weight_dtype="int3", qat_group_size=64), 7, marks=pytest.mark.slow),
-        (None, dict(qat_weight_dtype="int2", qat_group_size=16, qat_quantize_embedding=True), 4),
-        (None, dict(qat_weight_dtype="int4", qat_activation_dtype="int8"), None),
+        pytest.param(
+            None,
+            dict(qat_weight_dtype="int2", qat_group_size=16, qat_quantize_embedding=True),
+            4,
+            marks=pytest.mark.ci,
+        ),
+        pytest.param(None, dict(qat_weight_dtype="int4", qat_activation_dtype="int8"), None, marks=pytest.mark.ci),
         pytest.param("inside", dict(qat_weight_dtype="int4", qat_scale="mse"), 8, marks=pytest.mark.slow),
         pytest.param(
             None,
@@ -72,7 +77,12 @@ def shapes(directory):
             4,
             marks=pytest.mark.slow,
         ),
-        (None, dict(qat_weight_dtype="int3", qat_scale="mse", qat_activation_dtype="int8"), None),
+        pytest.param(
+            None,
+            dict(qat_weight_dtype="int3", qat_scale="mse", qat_activation_dtype="int8"),
+            None,
+            marks=pytest.mark.ci,
+        ),
     ],
     ids=["inside", "int3", "embeddings", "activations", "searched", "searched embeddings", "searched activations"],
 )
@@ -127,6 +137,7 @@ def test_bfloat16(run_with, tmp_path):
     assert export.num_bytes < export.num_parameters * 2
 
 
+@pytest.mark.ci
 def test_the_same_integers_in_every_dtype(run_with, tmp_path):
     run_dir = run_with("inside", qat_weight_dtype="int4")
     files = []
@@ -139,6 +150,7 @@ def test_the_same_integers_in_every_dtype(run_with, tmp_path):
         assert all(torch.equal(tensor, other[name]) for name, tensor in files[0].items())
 
 
+@pytest.mark.ci
 def test_searched_scales_are_exact_in_bfloat16(run_with, tmp_path):
     run_dir, files = run_with("inside", qat_weight_dtype="int4", qat_scale="mse"), []
     for dtype in ("float32", "bfloat16"):
@@ -150,6 +162,7 @@ def test_searched_scales_are_exact_in_bfloat16(run_with, tmp_path):
     assert all(torch.equal(tensor.float(), files[1][name].float()) for name, tensor in files[0].items())
 
 
+@pytest.mark.ci
 def test_a_run_that_was_not_trained_for_it(lora_run, tmp_path, capsys):
     """Few bits change much, and it says so; many change little."""
     argv = ["export", str(lora_run), "--merge", "--quantize", "int2", "--output_dir", str(tmp_path / "int2")]

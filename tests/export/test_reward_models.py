@@ -44,6 +44,7 @@ def load(directory):
     return AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32)
 
 
+@pytest.mark.ci
 def test_a_merged_reward_model_is_the_trained_one(lora_run, base, capsys):
     assert main(["export", str(lora_run), "--merge"]) == 0
     told = capsys.readouterr()

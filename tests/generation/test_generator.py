@@ -152,6 +152,7 @@ def test_layers_as_a_loop(xla):
     assert Generator(stacked(xla), xla, GenerationConfig(**GREEDY), [8, 16]).generate(PROMPTS).token_ids == expected
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("room", [None, pytest.param(0, marks=pytest.mark.slow)], ids=["copies", "in place"])
 def test_alternating_layers_as_a_loop(xla, monkeypatch, room):
     """Layers of the loop between others, with and without copies of their weights."""
@@ -193,6 +194,7 @@ def test_log_probs_are_those_of_a_forward_pass(qwen):
         torch.testing.assert_close(torch.tensor(log_probs, dtype=torch.float64), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.ci
 def test_copies_of_a_prompt_are_read_once(qwen):
     shapes = []
 
@@ -337,6 +339,7 @@ def test_models_with_another_cache_are_refused(xla, model_type, reason):
         Generator(model, xla, GenerationConfig(**GREEDY), [8])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("own", "undone"),
     [
@@ -385,6 +388,7 @@ def test_tokens_and_positions_outside_of_tables_are_refused_as_by_generate(qwen,
     assert generator.generate([[5] * 5]).token_ids == generate_eagerly(eager, [[5] * 5], **GREEDY)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
 def test_frequencies_that_depend_on_the_length_are_those_of_short_texts(xla, rope_type):
     """Upstream's own code for them asks for the length, which ended the process within a loop of a program."""

@@ -61,6 +61,7 @@ def test_under_autocast_matrices_of_linear_layers_have_its_dtype(xla, of_tpu):
         assert torch.equal(xla.fetch(copy), xla.fetch(parameter)[0].to(copy.dtype))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_text_is_the_same_on_tpu_too(xla, of_tpu, monkeypatch, dtype):
     generator = Generator(of_tpu, xla, GenerationConfig(**GREEDY), [8, 16])
@@ -154,6 +155,7 @@ def short_lengths(monkeypatch):
 MANY = [prompt[::step] for prompt in PROMPTS for step in (1, -1, 2, -2)] * 4
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "make_model",
     [place, pytest.param(lambda model, backend: stacked(backend), marks=pytest.mark.slow)],

@@ -77,6 +77,7 @@ def test_no_number_changes_and_each_layer_is_recomputed_behind_a_barrier(xla, mo
     assert count("dot", again) - count("dot", program) == LAYERS * (8 + 2 * lora)
 
 
+@pytest.mark.ci
 def test_dropout_is_drawn_the_same_way_twice(xla, model_dir):
     loss, gradients, _ = forward_and_backward(xla, model_dir, "none", dropout=0.3)
     again_loss, again_gradients, _ = forward_and_backward(xla, model_dir, "full", dropout=0.3)
@@ -103,6 +104,7 @@ def test_dots_recomputes_all_but_the_products_with_weights_and_changes_no_number
     assert count("exponential", again) - count("exponential", program) == LAYERS
 
 
+@pytest.mark.ci
 def test_dots_keeps_dropout_and_autocast(xla, model_dir):
     both = {"dropout": 0.3, "dtype": torch.bfloat16}
     loss, gradients, _ = forward_and_backward(xla, model_dir, "none", **both)

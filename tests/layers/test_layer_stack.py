@@ -149,6 +149,7 @@ def test_loss_and_gradients_are_those_of_the_layers(computed, policy, dtype):
     assert_same(computed(policy, dtype), computed(None, dtype), 1e-6 if dtype is None else 2**-7)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("policy", ["none", "full", "dots"])
 def test_routers_have_the_gradient_of_their_load(computed, policy):
     routed = dict(layers=2, family="qwen3_moe", output_router_logits=True, router_aux_loss_coef=10.0)
@@ -158,6 +159,7 @@ def test_routers_have_the_gradient_of_their_load(computed, policy):
     assert_same(found, expected)
 
 
+@pytest.mark.ci
 def test_weights_that_only_choose_have_no_gradient(xla, load, monkeypatch):
     """As those of an indexer of attention: an optimizer leaves them alone, and does not decay them."""
     forward = Qwen3MLP.forward
@@ -183,6 +185,7 @@ def test_weights_that_only_choose_have_no_gradient(xla, load, monkeypatch):
         assert_same(found, expected)
 
 
+@pytest.mark.ci
 def test_layers_have_their_own_buffers(xla, load_scaled):
     expected = forward_and_backward(xla, load_scaled())
     for policy in ("none", "full"):
@@ -194,6 +197,7 @@ def test_layers_have_their_own_buffers(xla, load_scaled):
         assert [layer.mlp.scale.item() for layer in layers] == [1, 2, 3]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("policy", ["full", "dots"])
 def test_weights_are_converted_in_their_turn(xla, load, computed, monkeypatch, policy):
     expected = computed(policy, torch.bfloat16)
@@ -227,6 +231,7 @@ def test_the_program_does_not_grow_with_depth(computed, policy):
     assert programs[0].count(" while(") == 2
 
 
+@pytest.mark.ci
 @DTYPES
 @pytest.mark.parametrize("policy", ["full", "dots"])
 def test_blocks_of_rows_give_the_same(computed, policy, dtype):
@@ -362,6 +367,7 @@ def test_the_patterns_leave_the_fewest_layers(kinds, patterns):
     assert found == patterns
 
 
+@pytest.mark.ci
 @DTYPES
 # Which layers a pattern has is the same for each of them.
 @pytest.mark.parametrize(

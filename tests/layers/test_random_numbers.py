@@ -260,6 +260,7 @@ def test_seeds_of_steps_are_others_and_leave_out_what_is_beside():
     assert resumed.next() == seeds.next() != RandomSeeds(8).next()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.slow)])
 def test_gumbel_noise_follows_its_distribution(device, request):
     """Counts beyond quantiles, of 60 million numbers: the noise of 1,200 tokens chosen from a vocabulary of 50,000."""

@@ -233,6 +233,7 @@ def in_slices(xla, monkeypatch):
     return in_slices
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "dtype", [None, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=["float32", "bfloat16"]
 )
@@ -250,6 +251,7 @@ def test_layers_one_by_one_and_as_a_loop(xla, load, in_slices, policy, dtype):
         assert (gradient - same_gradients[name]).norm() <= tolerance * gradient.norm(), name
 
 
+@pytest.mark.ci
 def test_masks_are_static(xla, load, in_slices):
     in_slices(12 * 12)
     model = load()

@@ -190,6 +190,7 @@ def test_kernels_are_the_same_bytes_from_every_process(kept, tmp_path, monkeypat
     assert programs == kept[1]
 
 
+@pytest.mark.ci
 def test_kernels_are_kept(kept, monkeypatch):
     directory, programs = kept
     lower.cache_clear()
@@ -203,6 +204,7 @@ def test_kernels_are_kept(kept, monkeypatch):
         lower(KERNEL, directory)
 
 
+@pytest.mark.ci
 def test_programs_name_their_arithmetic(kept):
     """For `hf-tpu plan`: two products forward, seven in the two kernels of the backward pass, of the blocks that are seen."""
     _, programs = kept

@@ -26,6 +26,7 @@ import hf_tpu_ext
 
 # State over the row and a system for each chunk of it; a mixer and attention; numbers of two modules that are equal; a mean of what
 # an embedding has made.
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "model_type",
     ["bamba", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "apertus", "cohere"))],

@@ -154,6 +154,7 @@ def test_metrics_of_ones_own_are_shown(write_run, tmp_path):
     assert "| loss | 2.75 → 1 (steps 5 → 40) |" in markdown and "| 40 | 2 |\n" in markdown
 
 
+@pytest.mark.ci
 def test_a_metric_that_some_logs_do_not_have(write_run, tmp_path):
     run = write_run(tmp_path / "run", steps=10, end=False, logs={"rewards/chosen": 0.5})
     more = dict(loss=1.0, learning_rate=1e-3, grad_norm=1.0)
@@ -164,6 +165,7 @@ def test_a_metric_that_some_logs_do_not_have(write_run, tmp_path):
     assert "| 15 | 1 |  | 0.001 | 1 |" in markdown and "| 20 | 1 | nan | 0.001 | 1 |" in markdown
 
 
+@pytest.mark.ci
 def test_what_a_person_typed_stays_text(write_run, tmp_path):
     typed = "<script>alert(1)</script> | `a` \n# & $x_{$"
     run = write_run(
@@ -256,6 +258,7 @@ def test_numbers_that_are_written_otherwise_are_no_difference(write_run, tmp_pat
     assert "save_steps" not in make_report(runs, tmp_path).with_suffix(".md").read_text()
 
 
+@pytest.mark.ci
 def test_several_runs(write_run, tmp_path):
     arguments = {"output_dir": "runs/a", "learning_rate": 1e-3, "max_length": 64}
     runs = [
@@ -280,6 +283,7 @@ def test_several_runs(write_run, tmp_path):
     assert len(pictures(page)) == 7 and all(str(run) in html for run in runs)
 
 
+@pytest.mark.ci
 def test_why_runs_compiled_more(write_run, tmp_path):
     """Causes of recompilations and why steps were traced are side by side, and in the report of each."""
     causes = ["labels was (4, 16), is (4, 9)"] * 2 + [*"wxyz"]
@@ -350,6 +354,7 @@ def test_the_phase_step_is_told_from_whole_steps(write_run, tmp_path):
     assert "| step | 60 ms | 60 ms |" in markdown and "| whole step (mean) | 80 ms | 80 ms |" in markdown
 
 
+@pytest.mark.ci
 def test_the_whole_step_comes_last_where_runs_have_other_phases(write_run, tmp_path):
     runs = [write_run(tmp_path / name) for name in "ab"]
     last = json.loads((runs[0] / RECORD_NAME).read_text().splitlines()[-2])
@@ -454,6 +459,7 @@ def test_a_full_disk_leaves_the_former_report(write_run, tmp_path):
     assert page.read_text() == before and not list(page.parent.glob("*.tmp"))
 
 
+@pytest.mark.ci
 def test_torch_is_not_imported(write_run, tmp_path):
     """A report is made beside a process that holds the TPU, and in a second."""
     code = "import sys, hf_tpu_ext.report.make as m; m.make_report(sys.argv[1:]); print([n for n in ('torch', 'transformers') if n in sys.modules])"

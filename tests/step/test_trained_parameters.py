@@ -217,6 +217,7 @@ def compare(xla, make, policy):
         assert (found[name] - upstreams[name]).norm() < 1e-4 * upstreams[name].norm() + 1e-6, name
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
 def test_a_gradient_is_missing_exactly_where_upstreams_is(xla, make):
     compare(xla, make, "full")

@@ -27,6 +27,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("topology", "changes"),
     [

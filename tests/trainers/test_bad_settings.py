@@ -162,6 +162,7 @@ def test_all_metrics_of_an_evaluation_are_known(runs, tmp_path):
 # ---- torch.compile ----
 
 
+@pytest.mark.ci
 def test_what_compiles_on_other_devices_has_no_effect(runs, same_logs):
     stock = runs.stock(max_steps=3)
     for config in (dict(torch_compile=True), dict(torch_compile_mode="default")):

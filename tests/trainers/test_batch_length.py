@@ -177,6 +177,7 @@ def test_rows_of_several_documents_have_the_frequencies_of_the_longest(runs, mak
     assert packed[0] == pytest.approx(total / count, rel=1e-4)
 
 
+@pytest.mark.ci
 def test_preferences_have_the_frequencies_of_their_rows(runs):
     """Of the policy and of the reference."""
     pairs = [
@@ -211,6 +212,7 @@ def test_two_sequences_in_a_batch_have_no_one_length(runs):
     assert_fixes(train, settings, "max_length=16")
 
 
+@pytest.mark.ci
 def test_a_teacher_has_the_frequencies_of_a_students_rows(runs, distil, same_logs, tmp_path):
     seeded(lambda: resized(dynamic(), runs)).save_pretrained(tmp_path / "teacher")
     runs.tokenizer.save_pretrained(tmp_path / "teacher")
@@ -247,6 +249,7 @@ def test_text_that_a_model_writes_has_no_known_length(runs):
     assert trainer.by_length.rope_scaling is None
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("make", ROPES, ids=lambda make: make.__name__)
 def test_text_in_a_run_has_frequencies_of_short_texts(runs, make):
     """Beside rows that are longer. It is refused before the run where texts may become so, too."""
@@ -364,6 +367,7 @@ def test_the_pad_token_is_that_of_the_model_where_there_is_no_tokenizer(runs):
     assert train(TPUTrainer, False) == pytest.approx(train(Trainer, True), rel=1e-5)
 
 
+@pytest.mark.ci
 def test_models_that_see_padding_take_rows_of_one_length(runs):
     """The fix of the message, tried."""
     sizes = {"vocab_size": 259, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
@@ -411,6 +415,7 @@ def losses_of_rows(runs, cls, make, lengths, declared=None, **collator):
     return losses(trainer)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("make", "lengths"),
     [

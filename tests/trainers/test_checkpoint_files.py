@@ -430,6 +430,7 @@ def test_best_checkpoint_has_its_final_path(runs, capfd):
     assert resumed.state.best_model_checkpoint == str(moved / "checkpoint-2")
 
 
+@pytest.mark.ci
 def test_the_best_checkpoint_that_is_moved_is_loaded_at_the_end(runs, tmp_path, capfd):
     """A run that goes on from a copy moves the best one out of its way, and one that goes on from there finds it beside."""
     best = dict(load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=True)
@@ -462,6 +463,7 @@ def test_a_directory_of_the_user_is_no_checkpoint_of_the_run(runs):
     assert mine.is_dir() and len(checkpoints_by_step(runs.output_dir)) == 1
 
 
+@pytest.mark.ci
 def test_hub_gets_the_finished_checkpoint(runs, monkeypatch):
     pushed = []
     trainer = runs.ours(**SAVES, train=False)

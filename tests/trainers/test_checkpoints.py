@@ -350,6 +350,7 @@ def test_weights_may_be_put_into_other_shards(runs, saved_run, same_logs, tmp_pa
     assert find_damage(checkpoint) == "model.safetensors is missing"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("before", "after"), [("adamw_torch", "sgd"), pytest.param("sgd", "adamw_torch", marks=pytest.mark.slow)]
 )

@@ -122,6 +122,7 @@ def test_buckets_compile_one_program_each(runs, rows):
     assert {step.executions for step in steps} == {1}
 
 
+@pytest.mark.ci
 def test_number_of_buckets_is_chosen_from_the_data(runs, rows, same_logs):
     kwargs = {"train_dataset": rows(40)}
     ours = runs.ours(config_cls=TPUSFTConfig, length_buckets=4, max_steps=10, kwargs=kwargs)
@@ -188,6 +189,7 @@ def test_parameters_and_moments_are_updated_in_place(runs):
     assert max(int(aliased) for _, aliased in samples[-count:]) >= 3 * len(list(trainer.model.parameters()))
 
 
+@pytest.mark.ci
 def test_a_run_with_all_that_reads_by_right_is_silent(runs, rows, caplog):
     """Buckets, accumulation, logs, evaluation with logits, checkpoints, answers before and after."""
     trainer = runs.ours(

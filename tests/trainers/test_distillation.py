@@ -77,7 +77,10 @@ def test_first_loss_is_the_formula(distil, runs, teacher, config):
     "config",
     [
         pytest.param(dict(eval_strategy="steps", eval_steps=2), marks=pytest.mark.slow),
-        dict(kd_temperature=2.0, kd_top_k=16, kd_loss="jsd", kd_beta=0.3, gradient_accumulation_steps=2),
+        pytest.param(
+            dict(kd_temperature=2.0, kd_top_k=16, kd_loss="jsd", kd_beta=0.3, gradient_accumulation_steps=2),
+            marks=pytest.mark.ci,
+        ),
         dict(lora={}, kd_loss="reverse_kl"),
     ],
     ids=["evaluated", "jsd-accumulated", "lora"],

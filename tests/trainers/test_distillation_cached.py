@@ -121,6 +121,7 @@ def test_rows_that_are_joined_without_a_device_of_static_shapes(distil, make_cac
         distil("cpu", kd_cache=make_cache(), padding_free=True)
 
 
+@pytest.mark.ci
 def test_a_cache_of_the_student_itself_and_what_the_start_says(runs, distil, make_cache, capsys):
     made = make_cache(teacher=str(runs.model_dir))
     message = refusal(distil, {"kd_cache": made})

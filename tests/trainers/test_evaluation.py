@@ -156,6 +156,7 @@ class OtherWeights(torch.optim.SGD):
             self.size = size
 
 
+@pytest.mark.ci
 def test_an_optimizer_whose_weights_for_evaluation_are_others(runs, same_logs):
     config = dict(max_steps=6, eval_strategy="steps", eval_steps=2)
     kwargs = {"optimizer_cls_and_kwargs": (OtherWeights, {"lr": 1e-3})}

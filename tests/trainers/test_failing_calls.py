@@ -38,8 +38,10 @@ def whole():
 @pytest.mark.parametrize(
     "name",
     [
-        *(pytest.param(name, marks=pytest.mark.ci) for name in ("_set_buffer_donation", "_get_graph_hash")),
-        "_xla_warm_up_cache",
+        *(
+            pytest.param(name, marks=pytest.mark.ci)
+            for name in ("_set_buffer_donation", "_get_graph_hash", "_xla_warm_up_cache")
+        ),
         "_run_cached_graph",
     ],
 )
@@ -78,7 +80,7 @@ def test_a_step_that_lost_its_weights_names_the_checkpoint(runs, monkeypatch, sa
     assert again.state.global_step == 6
 
 
-@pytest.mark.parametrize("time", [2, 7], ids=["traced", "replayed"])
+@pytest.mark.parametrize("time", [pytest.param(2, marks=pytest.mark.ci), 7], ids=["traced", "replayed"])
 def test_layers_that_run_as_a_loop_are_taken_apart_where_their_weights_are_lost(runs, two_layers, monkeypatch, time):
     """Each gets its part of weights that are gone; the cause is told, and the process can train on."""
     config = {**CONFIG, "gradient_checkpointing": True, "scan_layers": "on"}

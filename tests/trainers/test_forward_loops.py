@@ -95,7 +95,7 @@ def precomputed(trainer):
 @pytest.mark.parametrize(
     "kind, run, config",
     [
-        ("sft", evaluated, {}),
+        pytest.param("sft", evaluated, {}, marks=pytest.mark.ci),
         pytest.param("sft", evaluated, {"rematerialization": "none"}, marks=pytest.mark.slow),
         pytest.param("sft", predicted, {}, marks=pytest.mark.slow),
         pytest.param("teacher", trained, {}, marks=pytest.mark.ci),
@@ -183,6 +183,7 @@ class LooksAtEveryBatch(TrainerCallback):
         pass
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "change, says",
     [

@@ -420,6 +420,7 @@ def train_gpt2(runs, xla):
     return train
 
 
+@pytest.mark.ci
 def test_learned_positions_of_completions(train_gpt2):
     """Upstream pads prompts to the longest of a batch, XLA to that of all data: columns, and so positions, would be others."""
     refused(

@@ -63,6 +63,7 @@ def test_family_trains_as_upstreams(runs, scanned, same_logs, make, family):
     same_logs(scanned(make(family), **config), runs.stock(model=make(family), **config))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "config",
     [
@@ -161,6 +162,7 @@ def test_blocks_of_rows_train_the_same(scanned, same_logs, make, in_blocks, caps
     assert blocks.watch.recompiles == 0
 
 
+@pytest.mark.ci
 def test_layers_that_may_look_at_other_rows_get_them_all(scanned, make, in_blocks):
     counts = in_blocks(100)
     scanned(make("gpt_neox"), max_steps=1)
@@ -204,6 +206,7 @@ def test_checkpoints_are_those_of_the_layers(scanned, same_logs, same_steps, mak
         same_steps(resumed, other)
 
 
+@pytest.mark.ci
 def test_adapters_are_saved_and_resumed(scanned, same_steps, make, tmp_path):
     config = dict(max_steps=4, save_strategy="steps", save_steps=2, lora={})
     whole = scanned(make(), output_dir=str(tmp_path / "whole"), **config)
@@ -247,6 +250,7 @@ def test_the_model_has_its_layers_back_and_trains_on(runs, scanned, same_logs, m
     assert trainer.evaluate()["eval_loss"] < before
 
 
+@pytest.mark.ci
 def test_auto_is_on_for_deep_models(runs, scanned, make, monkeypatch, caplog):
     deep = dict(num_hidden_layers=8, hidden_size=16, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
 

@@ -27,6 +27,7 @@ class Completions(LogCompletionsCallback):
             self.compiles.append(self.trainer.backend.counters().compiles)
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("two_layers")
 @pytest.mark.parametrize("scan_layers", ["off", pytest.param("on", marks=pytest.mark.slow)])
 def test_completions_that_trl_logs_are_upstreams(runs, scan_layers):
@@ -58,6 +59,7 @@ class Writes(TrainerCallback):
         model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=GREEDY)
 
 
+@pytest.mark.ci
 def test_what_is_written_is_no_sync_of_the_step(runs, caplog):
     """Prompts that a callback has put on the device, as upstream's `generate` wants them, are fetched on purpose."""
     trainer = runs.ours(train=False, max_steps=8, logging_steps=2)

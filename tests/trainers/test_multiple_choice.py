@@ -24,6 +24,7 @@ def test_lengths_are_those_of_the_longest_choice():
     assert row_lengths(data.select([7, 2, 5])) == [row_lengths(data)[row] for row in (7, 2, 5)]
 
 
+@pytest.mark.ci
 def test_it_trains_as_with_upstreams_trainer(xla, runs):
     """As upstream's example of SWAG: batches of ever other lengths, and a last one of fewer rows."""
 

@@ -67,7 +67,13 @@ def writes(monkeypatch):
     monkeypatch.setitem(STOCK, "distillation", (DistillationTrainer, DistillationConfig))
 
 
-@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=[pytest.mark.ci] * (name == "many")) for name in CASES),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in MORE),
+    ],
+)
 def test_every_number_is_upstreams(xla, models, name):
     case = {**CASES, **MORE}[name]
     reference = train(case, models, ours=False)

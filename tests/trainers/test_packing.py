@@ -61,6 +61,7 @@ class CallsTheModel(TPUSFTTrainer):
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
 
+@pytest.mark.ci
 def test_documents_do_not_see_each_other_in_a_loss_of_ones_own(runs):
     """One that calls the model, and not upstream's `compute_loss`."""
     settings = {"packing": True, "max_length": 64, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 4}
@@ -78,6 +79,7 @@ class PreparesInputs(TPUSFTTrainer):
         return super().prediction_step(model, self._prepare_inputs(inputs), prediction_loss_only, ignore_keys)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("loss_only", [True, False])
 def test_documents_do_not_see_each_other_where_an_override_prepares_its_inputs(runs, loss_only):
     """Upstream's methods prepare them again, and what was taken out of a batch is in it no more."""

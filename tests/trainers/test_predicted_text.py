@@ -53,6 +53,7 @@ def model_of(runs):
     return model
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("use_cpu", [False, True], ids=["xla", "cpu"])
 def test_general_trainer(runs, tmp_path, use_cpu):
     """10 rows in batches of 4: tokens are eager's, the loss and labels those of an evaluation without them."""

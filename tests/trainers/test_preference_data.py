@@ -205,6 +205,7 @@ class OwnMetric(TPUDPOTrainer):
         return result
 
 
+@pytest.mark.ci
 def test_a_metric_of_the_users_own_is_logged_in_evaluations_too(xla, tmp_path):
     trainer = trainer_for(Case("dpo", {"step_replay": True}, evaluates=True), tmp_path, ours=True)
     own = OwnMetric(

@@ -155,7 +155,7 @@ CASES = {
     "kto-any-length": Case("kto", {"max_length": None, "pad_to_multiple_of": 20}),
     "kto-experts": Case("kto", {"router_aux_loss_coef": 0.05}, **EXPERTS),
 }
-BY_DEFAULT, IN_CI = ["dpo-many-lora", "kto-many"], ["reward-many"]
+BY_DEFAULT, IN_CI = ["dpo-many-lora"], ["kto-many", "reward-many"]
 if cpu_plugin.why_absent() is None:
     # With torch_tpu, which runs no more than these.
     BY_DEFAULT += ["dpo-accumulated", "dpo-lora", "dpo-no-checkpointing", "dpo-sync", "reward", "kto"]

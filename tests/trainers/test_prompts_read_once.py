@@ -109,6 +109,7 @@ def test_code_of_the_users_that_reads_rows(xla, models, monkeypatch):
     assert any("compute_loss" in line for line in trainer.adapted.changes if line.startswith(AGAIN))
 
 
+@pytest.mark.ci
 def test_dropout_that_is_switched_on_later(xla, models):
     """A callback or the caller may change the model after the trainer was made: then it trains as upstream, too."""
     case = Case("grpo", steps=2)
@@ -124,6 +125,7 @@ def test_dropout_that_is_switched_on_later(xla, models):
     assert shapes == {(rows, length)}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("from_generation", "evaluates"),
     # The last: after an evaluation that has been replayed, and before another one.

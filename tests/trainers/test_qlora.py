@@ -51,6 +51,7 @@ def losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("settings", "scan_layers"),
     [
@@ -157,6 +158,7 @@ def test_packed_weights_are_split(on_chips):
     assert shards[words] == [8, 16]
 
 
+@pytest.mark.ci
 def test_8bit_layers_are_packed_in_other_trainers(quantized):
     from peft import LoraConfig, get_peft_model
     from transformers import TrainingArguments

@@ -92,13 +92,16 @@ def test_upstreams_trainer_with_torchaos_prepared_model(runs, train, activations
     [
         dict(),
         pytest.param(dict(qat_scale="mse"), marks=pytest.mark.slow),
-        dict(
-            lora=ALL_LINEAR,
-            bf16=True,
-            gradient_checkpointing=True,
-            scan_layers="on",
-            kd_teacher="base",
-            qat_scale="mse",
+        pytest.param(
+            dict(
+                lora=ALL_LINEAR,
+                bf16=True,
+                gradient_checkpointing=True,
+                scan_layers="on",
+                kd_teacher="base",
+                qat_scale="mse",
+            ),
+            marks=pytest.mark.ci,
         ),
         pytest.param(
             dict(
@@ -161,6 +164,7 @@ def test_the_base_that_teaches_is_not_rounded(runs, train, adapters):
     assert losses(found, "kd_loss")[0] == pytest.approx(losses(named, "kd_loss")[0], rel=1e-4)
 
 
+@pytest.mark.ci
 def test_the_original_teaches_all_weights(runs, train):
     assert losses(train(kd_teacher=str(runs.model_dir), max_steps=1), "kd_loss")[0] > 1e-3
     with pytest.raises(ValueError, match="is the student itself"):
@@ -243,6 +247,7 @@ def test_checkpoints_and_the_trained_model_are_plain(runs, train):
     assert len(trained) == len(saved)
 
 
+@pytest.mark.ci
 def test_adapters_and_their_checkpoint(train, tmp_path):
     trainer = train(lora=ALL_LINEAR, save_strategy="steps", save_steps=4)
     saved = load_file(f"{trainer.args.output_dir}/checkpoint-4/adapter_model.safetensors")

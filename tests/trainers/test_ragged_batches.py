@@ -256,6 +256,7 @@ def test_rows_that_count_for_nothing_are_added(trained, case):
     assert trained(make_model, texts(**targets)) == COMPLETED
 
 
+@pytest.mark.ci
 def test_a_label_smoother_leaves_out_the_rows_that_are_added(trained):
     make_model, targets = ALIKE["causal"]
     assert trained(make_model, texts(**targets), label_smoothing_factor=0.1) == COMPLETED
@@ -274,7 +275,9 @@ def said_of(messages, reason):
     [
         pytest.param(
             case,
-            marks=[pytest.mark.slow] if case in ("regression", "several classes", "contrastive", "pooled") else [],
+            marks=[pytest.mark.slow]
+            if case in ("regression", "several classes", "contrastive", "pooled")
+            else [pytest.mark.ci] * (case == "penalty"),
         )
         for case in NOT_ALIKE
     ],
@@ -287,6 +290,7 @@ def test_rows_that_would_count_are_not_added(trained, case, caplog):
     said_of(caplog.messages, reason)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("case", ["answers", "classes"])
 def test_rows_without_labels_are_predicted(xla, tmp_path, caplog, case):
     """Such data to predict is nobody's mistake. The rows of the last batch count in no loss, and are completed."""
@@ -341,6 +345,7 @@ def test_images(trained, kwargs):
     assert trained(vit, images(3), kwargs=kwargs) == COMPLETED
 
 
+@pytest.mark.ci
 def test_batch_normalisation_sees_the_rows_of_a_batch_together(trained, caplog):
     # Two rows, since upstream cannot normalise by one.
     assert trained(resnet, images(3).select(range(26))) == ([8, 2], [8])
@@ -375,6 +380,7 @@ def drop_nothing(module, args, output):
     """A hook of the user's."""
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("hooked", [False, pytest.param(True, marks=pytest.mark.ci)], ids=["plain", "hooked"])
 def test_supervised_training_is_completed_unless_there_is_code_of_the_callers(runs, same_logs, hooked, caplog):
     """22 rows in batches of 4, and 10 rows to evaluate."""

@@ -86,6 +86,7 @@ def test_log_probs_are_upstreams(ours, stock, config_cls, dataset, settings, mak
     assert len(files(tmp_path)) == 2
 
 
+@pytest.mark.ci
 def test_training_beside_them_is_upstreams(make):
     """With LoRA, whose adapters are drawn before training: one execution a step, without the reference."""
     settings = {"lora": True, "max_steps": 6, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 6}

@@ -73,6 +73,7 @@ def eval_loss(trainer):
     return trainer.evaluate()["eval_loss"]
 
 
+@pytest.mark.ci
 def test_another_model(both):
     def measure(trainer, load):
         before = eval_loss(trainer)
@@ -96,6 +97,7 @@ def test_another_model(both):
     both(measure)
 
 
+@pytest.mark.ci
 def test_other_data(both):
     def measure(trainer, load):
         trainer.train()

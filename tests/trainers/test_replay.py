@@ -103,6 +103,7 @@ def test_steps_over_buckets_are_the_same_bits(both, lora, rows):
     assert trainer.watch.recompiles == 0
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "lora", [pytest.param(None, id="full", marks=pytest.mark.slow), pytest.param({"lora_dropout": 0.3}, id="lora")]
 )
@@ -324,6 +325,7 @@ class ChangesNumber(TPUSFTTrainer):
         return super().compute_loss(*args, **kwargs) * (1.5 + self.state.global_step)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "config, says",
     [
@@ -347,12 +349,14 @@ def test_code_that_replay_would_leave_out_is_traced_and_said_once(both, caplog, 
     assert len(said) == 1 and says in said[0]
 
 
+@pytest.mark.ci
 def test_steps_that_are_traced_for_good_are_no_recompilation(runs):
     trainer = runs.ours(config_cls=TPUSFTConfig, cls=ChangesNumber, step_replay=True, max_recompiles=0, max_steps=5)
     assert trainer.steps.why_traced.startswith("a constant of the graph has changed")
     assert len([event for event in trainer.watch.events if event.kind == "training step"]) == 2
 
 
+@pytest.mark.ci
 def test_a_pure_subclass_is_replayed_when_asked(both, caplog):
     both(cls=OwnLoss, step_replay=True, max_steps=6)
     assert "Code of yours within a step" not in caplog.text

@@ -17,6 +17,7 @@ def model_with(runs, **sizes):
     return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(runs.model_dir, **sizes), dtype=torch.float32)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("lora", [pytest.param(None, id="full", marks=pytest.mark.slow), pytest.param({}, id="lora")])
 def test_a_model_of_other_sizes(runs, tmp_path, lora):
     runs.ours(lora=lora, **EVERY_STEP)
@@ -115,6 +116,7 @@ def test_rows_of_a_stream_are_not_counted(runs, caplog):
     assert "train_dataset had" not in caplog.text
 
 
+@pytest.mark.ci
 def test_rows_of_a_device_that_keep_the_global_batch_size_are_no_mismatch(runs, caplog):
     """Upstream would compare those of the recipe with what two chips took at once."""
     runs.ours(per_device_train_batch_size=4, **EVERY_STEP)

@@ -51,7 +51,7 @@ LOSSES = {
     "luspo": {"importance_sampling_level": "sequence"},
 }
 CASES = {
-    # Many options at once, by default.
+    # Many options at once.
     "grpo-many": Case(
         "grpo",
         {
@@ -188,7 +188,7 @@ MORE = {
     "rloo-reward-model": Case("rloo", {"steps_per_generation": 2}, rewards=("model",), lora="given"),
 }
 BY_DEFAULT = {*CASES}
-IN_CI = {"grpo-shared", "grpo-reward-model"}
+IN_CI = {"grpo-many", "grpo-shared", "grpo-reward-model"}
 if cpu_plugin.why_absent() is None:
     # With torch_tpu, which runs no more than these.
     CASES["grpo-operators"] = grpo(loss_type="bnpo", entropy_coef=0.01, compile_step="off")

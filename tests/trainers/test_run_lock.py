@@ -100,6 +100,7 @@ def test_a_run_that_goes_back_goes_on_from_there(make, runs):
     assert list(checkpoints_by_step(runs.output_dir / "_earlier-1")) == [4, 6]
 
 
+@pytest.mark.ci
 def test_a_run_that_cannot_be_prepared_leaves_an_earlier_one(make, runs, monkeypatch):
     """As where the optimizer needs a package that is not installed. A run that begins sets the earlier one aside."""
     make(run_report=True).train()

@@ -107,6 +107,7 @@ class _Compiles(TrainerCallback):
             (next(model.parameters()).detach() * 5).sum().item()
 
 
+@pytest.mark.ci
 def test_places_of_a_report_agree(runs, capsys):
     """Also about what callbacks compile, and what they take before the record begins."""
     # Of a rank that no other test has.
@@ -260,6 +261,7 @@ def test_why_steps_are_traced_is_told_as_on_the_screen(runs, caplog):
     assert read_run(runs.output_dir).why_traced == "step_replay=False"
 
 
+@pytest.mark.ci
 def test_a_resumed_run(runs):
     config = {**CONFIG, "save_strategy": "steps", "save_steps": 2, "show_samples": 1}
     runs.ours(**config)

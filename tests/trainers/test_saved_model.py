@@ -102,6 +102,7 @@ def test_nothing_of_an_earlier_model_is_taken_for_the_new_one(tmp_path):
     ]
 
 
+@pytest.mark.ci
 def test_the_card_names_this_package_and_has_figures(runs):
     """With an adapter, whose card PEFT writes once more."""
     settings = dict(max_steps=2, save_strategy="steps", save_steps=2, run_report=True, config_cls=TPUSFTConfig)

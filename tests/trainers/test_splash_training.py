@@ -34,6 +34,7 @@ def wide_heads(tmp_path_factory):
     }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("model", "changes", "compiled"),
     [

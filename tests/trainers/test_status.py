@@ -95,11 +95,13 @@ def test_the_history_and_the_result_of_a_run_have_upstreams_keys(runs, shown):
     assert logs.logs[-1]["epoch"] == trainer.state.log_history[-1]["epoch"]
 
 
+@pytest.mark.ci
 def test_steps_that_are_traced(shown):
     _, logs = shown(config_cls=TPUSFTConfig, step_replay=False, max_steps=4, logging_steps=2)
     assert all("trace" in entry["phases"] and "replay" not in entry["phases"] for entry in logs.of_steps)
 
 
+@pytest.mark.ci
 def test_buckets_are_counted_by_shape(runs, rows):
     trainer = runs.ours(
         config_cls=TPUSFTConfig,

@@ -40,6 +40,7 @@ def generate_eagerly(model, prompt):
     return made[0, len(prompt) :].tolist()
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("two_layers")
 @pytest.mark.parametrize(
     "settings",

@@ -126,6 +126,7 @@ class LoadsByItself(TPUTrainer):
         return DataLoader(self.train_dataset, batch_size=4, collate_fn=collate)
 
 
+@pytest.mark.ci
 def test_a_loader_of_ones_own_is_asked_to_pad(classify):
     """`max_length` would not reach it."""
     with pytest.raises(ValueError, match="batches of a data loader of your own are taken as they are") as told:
@@ -323,6 +324,7 @@ def test_weights_trained_in_few_bits(runs, dtype, lost):
     assert kept == weight and changed != weight
 
 
+@pytest.mark.ci
 def test_no_batch_to_train_on(runs, rows):
     """Upstream ends such a run after no step, as one that has trained."""
 
@@ -338,6 +340,7 @@ def test_no_batch_to_train_on(runs, rows):
     runs.ours(max_steps=1, kwargs={"train_dataset": rows(8)}, per_device_train_batch_size=8, dataloader_drop_last=True)
 
 
+@pytest.mark.ci
 def test_random_weights_in_place_of_those_of_the_model(xla, tiny_model, tmp_path):
     """As from the model's configuration by hand, and packed rows of full length."""
     dataset = Dataset.from_list([{"text": f"{number} and so on"} for number in range(40)])

@@ -451,6 +451,7 @@ def test_text_to_predict(check):
         )
 
 
+@pytest.mark.ci
 def test_layers_that_cannot_be_a_loop(check):
     def train(**settings):
         trainer = check(max_steps=1, **settings)

@@ -38,6 +38,7 @@ class ReadsAtTheEnd(TrainerCallback):
             self.executions.append(self._before - before)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("first", [False, True], ids=["added", "put first"])
 @pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_callbacks_find_a_step_that_has_ended(runs, accumulation, first):
@@ -173,6 +174,7 @@ class Rising(TPUSFTTrainer):
         return (loss, outputs) if return_outputs else loss
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("use_cpu", [False, True])
 def test_a_number_of_a_loss_is_that_of_its_step_and_evaluation_on_any_device(runs, monkeypatch, use_cpu):
     config = dict(config_cls=TPUSFTConfig, cls=Rising, learning_rate=0.0, warmup_steps=0, step_replay=True)

@@ -53,10 +53,12 @@ def test_setting(runs, same_logs, config):
     same_logs(runs.ours(**config), runs.stock(**config))
 
 
+@pytest.mark.ci
 def test_dora(runs, same_logs):
     same_logs(runs.ours(lora={"use_dora": True}, max_steps=5), runs.stock(lora={"use_dora": True}, max_steps=5))
 
 
+@pytest.mark.ci
 def test_assistant_only_loss(runs, same_logs, rows):
     chats = rows(14).map(
         lambda row: {
@@ -168,6 +170,7 @@ class Weighted(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("in_list", [pytest.param(False, marks=pytest.mark.ci), True], ids=["dictionary", "list"])
 def test_tensors_in_a_dictionary_or_a_list_of_a_batch(tmp_path, same_logs, caplog, in_list):
     """They are data as others are. Printed, these would be the same in all batches: ones, with an ellipsis between."""

@@ -364,6 +364,7 @@ def test_a_training_step_without_a_run(xla, tmp_path, has_optimizer):
     assert ours == upstreams
 
 
+@pytest.mark.ci
 def test_a_search_of_hyperparameters(xla, tmp_path, monkeypatch):
     monkeypatch.setattr(ExtensionArguments, "run_report", True)
 

@@ -198,6 +198,7 @@ class AtEveryStep(TrainerCallback):
         pass
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not COUNTS_ATTRIBUTES, reason="this Python does not count attributes: all are compared")
 @pytest.mark.parametrize(
     "config",
@@ -381,6 +382,7 @@ def test_a_loss_set_in_the_middle_of_a_run_is_used(runs, same_logs, caplog):
     same_logs(ours, traced, rel=0)
 
 
+@pytest.mark.ci
 def test_a_branch_in_a_hook_is_named_by_its_operator_and_module(runs):
     trainer = runs.ours(train=False, config_cls=TPUSFTConfig, max_steps=7, dataloader_drop_last=True)
 
@@ -408,6 +410,7 @@ def test_a_hook_that_reads_in_a_checkpointed_layer_is_no_recompilation(runs):
     assert len(largest) == 4 and trainer.watch.recompiles == 0
 
 
+@pytest.mark.ci
 def test_lines_of_a_loss_of_ones_own_are_named(runs):
     """Upstream's loss runs with its reads deferred, which has a line of Python in each call of an operator."""
     calls = count()

@@ -229,6 +229,7 @@ def test_a_run_that_failed_leaves_nothing_to_the_next(runs, same_logs):
     same_logs(*logs)
 
 
+@pytest.mark.ci
 def test_changes_of_the_callers_arguments_are_taken_up(runs, same_logs, caplog):
     trainers = {}
     for name in ("ours", "stock"):

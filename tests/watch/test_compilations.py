@@ -105,6 +105,7 @@ def test_a_ragged_batch_in_the_loss(train, lines):
     assert f"[{line_of(Cuts, 'value[:, :length]')}]" in cause
 
 
+@pytest.mark.ci
 def test_a_loss_that_cuts_at_another_place_in_each_step(train, lines):
     """Each cause names what the step before had, where that was listed, or the step that had it."""
 
@@ -552,6 +553,7 @@ def test_a_limit_has_no_effect_where_nothing_is_compiled(train, capsys):
     assert "max_recompiles=3 has no effect on cpu: nothing is compiled" in capsys.readouterr().out
 
 
+@pytest.mark.ci
 def test_lines_about_one_program_come_to_an_end(train, lines):
     class Cuts(TPUTrainer):
         def compute_loss(self, model, inputs, *args, **kwargs):
@@ -569,6 +571,7 @@ def test_lines_about_one_program_come_to_an_end(train, lines):
     assert summary.endswith("; others (4x)")
 
 
+@pytest.mark.ci
 def test_a_cause_of_another_kind_is_told_when_others_have_come_to_an_end(train, lines):
     class Cuts(TPUTrainer):
         def compute_loss(self, model, inputs, *args, **kwargs):
@@ -583,6 +586,7 @@ def test_a_cause_of_another_kind_is_told_when_others_have_come_to_an_end(train, 
     assert len(told) == 6 and "step 8: " in told[-1] and "multiply by a 0 or 1" in told[-1], told
 
 
+@pytest.mark.ci
 def test_a_graph_that_changes_at_every_step_ends_no_run(train, lines):
     """Programs are listed for so many steps; after that, no cause is known."""
 
