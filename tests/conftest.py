@@ -51,13 +51,16 @@ if ON_TORCH_TPU:
     cpu_plugin.start()
 
 
-def pytest_collection_finish():
+def pytest_collection_finish(session):
     """
-    Leave the modules out of garbage collection.
+    Start XLA where a test uses it, before any of them runs: autograd counts devices once, at the first backward pass. Then leave the
+    modules out of garbage collection.
 
     Accelerate collects at the beginning and the end of each training. With a million objects of PyTorch and Transformers
     to look at, that takes longer than a tiny model's steps.
     """
+    if not session.config.option.collectonly and any("xla" in item.fixturenames for item in session.items):
+        _select_xla()
     gc.enable()
     gc.collect()
     gc.freeze()
@@ -79,18 +82,20 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="of torch_xla"))
 
 
-@pytest.fixture(scope="session")
-def xla():
-    """
-    The backend whose programs XLA compiles, with its runtime started before any eager backward pass (autograd counts devices
-    only once).
-    """
+@cache
+def _select_xla():
     from hf_tpu_ext.backends import select_backend
 
     name = "tpu" if ON_TORCH_TPU else "xla"
     backend = select_backend(name)
     assert backend.device.type == backend.name == name
     return backend
+
+
+@pytest.fixture(scope="session")
+def xla():
+    """The backend whose programs XLA compiles."""
+    return _select_xla()
 
 
 @pytest.fixture(params=["cpu", "xla"])

@@ -182,12 +182,6 @@ class ImagesMixin:
         base = find_base(self.model)
         return {each for each in base.parameters() if each.requires_grad} - {*base.get_decoder().parameters()}
 
-    def why_other_updates(self) -> str | None:
-        """Why steps update other parameters from one to the next, as a clause."""
-        if not self.sometimes_unused():
-            return None
-        return "batches without images leave the weights of the vision tower as they are. Freeze the tower, or give each row an image"
-
 
 def _measure(collate: Callable, image_token: int, examples: list) -> tuple[int, int, int]:
     """The tokens of a row, those of its answer apart where it may get that of another row, and the tokens of its images."""

@@ -20,6 +20,10 @@ from .programs import SentBatch
 from .user_code import METHODS_OF_A_STEP, find_code_between_stages, sees_micro_steps
 
 
+# Why steps update other parameters from one to the next, as a clause.
+_TOWER_IS_LEFT = "batches without images leave the weights of the vision tower as they are. Freeze the tower, or give each row an image"
+
+
 class TrainingSteps(TrainerCallback):
     """
     Owns the training steps of a trainer on XLA.
@@ -47,6 +51,7 @@ class TrainingSteps(TrainerCallback):
         self._layers, self._averaging = trainer.layers, trainer.averaging
         self._chips, self._copies, self._callbacks = trainer.chips, trainer.copies, trainer.callback_handler
         self._log_loss, self._forward_backward = trainer.log_step_loss, trainer.forward_backward
+        self._sometimes_unused = trainer.sometimes_unused
         #: The model of the run.
         self._model: nn.Module | None = None
         #: The steps of the run under way, or `None` where their stages run one by one.
@@ -100,7 +105,7 @@ class TrainingSteps(TrainerCallback):
     def _begin_run(self) -> None:
         self._note_user_code(self._find_user_code())
         if isinstance(self._optimizer, LazyAdamW):
-            self._optimizer.sometimes_unused = self._trainer.sometimes_unused()
+            self._optimizer.sometimes_unused = self._sometimes_unused()
             self._optimizer.create_state()
         self._averaging.begin()
         self.make_gradients()
@@ -280,7 +285,7 @@ class TrainingSteps(TrainerCallback):
     def _find_why_traced(self, models: Sequence[nn.Module]) -> str | None:
         return (
             self._why_stage_by_stage()
-            or self._trainer.why_other_updates()
+            or (_TOWER_IS_LEFT if self._sometimes_unused() else None)
             or self._programs.why_traced(models, METHODS_OF_A_STEP)
         )
 
