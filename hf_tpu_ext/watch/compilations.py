@@ -352,7 +352,10 @@ class ProgramWatch:
         change = None if history.find_change is None else history.find_change()
         difference = self._compare_with_last(history, operations, when)
         causes = [None if change is None else cause_of(change), difference]
-        cause = next(filter(None, [cause, *(causes if history.is_stable else reversed(causes))]), None)
+        # What code of the user's notes at each step, such as a count, explains nothing. Without such code, an operator explains less.
+        if not history.is_stable and self._find_own_code():
+            causes.reverse()
+        cause = next(filter(None, [cause, *causes]), None)
         if cause is difference and history.is_told(cause):
             # What has changed once may change at each step.
             self._compare = _COMPARED_STEPS

@@ -53,7 +53,7 @@ def cause_of(change: str) -> Cause:
     """The cause that a change of what Python may read is."""
     return Cause(
         change,
-        f"It may be another graph: set it before training, or change it rarely. torch_xla folds {FOLDED_NUMBERS} into the graph, "
+        f"Such a change may make another graph: make it before training, or rarely. torch_xla folds {FOLDED_NUMBERS} into the graph, "
         "and sends equal numbers as one: a number that changes at each step belongs into a buffer of the model.",
     )
 
@@ -267,7 +267,7 @@ def _uses_of_numbers(program: Sequence[Operation]) -> list[tuple[frozenset[int],
 
 
 def _number(operation: Operation | None) -> str:
-    return operation.details if operation is not None and operation.name == "constant" else "a tensor"
+    return operation.details if operation is not None and operation.name == "constant" else "another value"
 
 
 def _describe(operation: Operation) -> str:

@@ -475,3 +475,19 @@ def test_attributes_that_a_loss_of_ones_own_reads_are_compared(runs, kind):
             ]
         )
     assert logs[0] == logs[1]
+
+
+def test_a_setting_that_goes_back_and_forth_is_named_each_time(runs):
+    """Also where steps are traced for good: without code of the user's in a step, an operator of a library says less."""
+
+    class Alternates(TrainerCallback):
+        def on_step_begin(self, args, state, control, model, **kwargs):
+            for layer in model.model.layers:
+                layer.self_attn.attention_dropout = 0.1 * (state.global_step % 2)
+
+    trainer = runs.ours(train=False, config_cls=TPUSFTConfig, max_steps=8)
+    trainer.add_callback(Alternates())
+    trainer.train()
+    causes = [event.cause for event in trainer.watch.events if event.kind == "training step" and event.cause]
+    assert len(causes) == 3 and "replay is off from here on" in causes[1]
+    assert all("`model.model.layers.0.self_attn.attention_dropout` was" in cause for cause in causes)

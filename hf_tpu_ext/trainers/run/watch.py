@@ -92,7 +92,7 @@ class WatchMixin:
         for owner in type(self).__mro__:
             if not is_known(owner.__module__):
                 for name in sorted(names_of_a_step(type(self)) & vars(owner).keys()):
-                    return _describe_code(vars(owner)[name])
+                    return _describe_code(vars(owner)[name], ", which begins at ")
         if self.compute_loss_func is not None:
             return "compute_loss_func"
         own_code = self.own_code_in_step("train")
@@ -164,15 +164,15 @@ def _written(code: Any) -> Any:
     return code if inspect.isroutine(code) or isinstance(code, type) else type(code)
 
 
-def _describe_code(code: Any) -> str:
-    """Name and line of a function or a class; the name alone where it was written in a shell, or in a known package."""
+def _describe_code(code: Any, at: str = ", ") -> str:
+    """Name and line of a function or a class, which is `at` that; the name alone where it was written in a shell, or in a known package."""
     code = _written(code)
     name = code.__qualname__.rpartition("<locals>.")[2]
     try:
         line = SourceLine(inspect.getsourcefile(code), inspect.getsourcelines(code)[1])
     except (OSError, TypeError):
         return name
-    return name if package_of(line.file) else f"{name}, {describe_line(line)}"
+    return name if package_of(line.file) else f"{name}{at}{describe_line(line)}"
 
 
 def _describe_optimizer(
