@@ -143,7 +143,6 @@ def _spellings(action: argparse.Action) -> list[list[str]]:
     return [[option, value] for option in action.option_strings] + with_equals
 
 
-@pytest.mark.ci
 def test_options_on_the_command_line_reach_accelerate_as_with_trl(made_once, start, stock):
     """Each of them, in each of its spellings."""
     # Stock gives these to the training script. `tpu` is refused: there is none.
@@ -162,7 +161,6 @@ def test_options_on_the_command_line_reach_accelerate_as_with_trl(made_once, sta
             assert _options(args) == expected, words
 
 
-@pytest.mark.ci
 def test_options_in_the_file_reach_accelerate_as_with_trl(made_once, start, stock):
     checked = 0
     for action in _ACTIONS:
