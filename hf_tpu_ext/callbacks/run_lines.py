@@ -87,9 +87,7 @@ class RunLines(TrainerCallback):
             parts.append(f"{most}{count(facts.programs, 'training graph')} to compile")
         tqdm.write("Training on " + "; ".join(parts))
         if self._first_step:
-            none_left = ", no step is left: to train longer, set a larger max_steps or num_train_epochs"
-            is_done = self._first_step >= state.max_steps
-            tqdm.write(f"  resumed after step {self._first_step} of {state.max_steps}{none_left * is_done}")
+            tqdm.write(f"  resumed after step {self._first_step} of {state.max_steps}")
         for change in facts.changes:
             tqdm.write(f"  {change}")
         if facts.token_waste:
