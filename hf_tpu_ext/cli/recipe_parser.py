@@ -85,9 +85,11 @@ class RecipeParser(TrlParser):
             self.exit()
         options = self.split(recipe)
         if options and not recipe.launcher_applies and os.environ.get("RANK", "0") == "0":
+            on_host = "num_processes" in options and os.environ.get("PJRT_DEVICE") == "CPU"
+            how = ". For processes on the CPU add --use_cpu (use_cpu: true in the recipe)" * on_host
             print(
                 f"{self.prog}: no effect, because one process drives all chips (no `accelerate launch`): "
-                f"{', '.join(options)}",
+                f"{', '.join(options)}{how}",
                 file=sys.stderr,
             )
         self.set_defaults_with_config(

@@ -159,15 +159,18 @@ def test_all_unknown_keys_are_told_at_once(parse):
         assert f"Did you mean {key!r}?" in str(error.value)
 
 
-def test_keys_of_the_launcher_are_named_and_skipped(parse, capsys):
+@pytest.mark.parametrize("device, how", [("TPU", ""), ("CPU", ". For processes on the CPU add --use_cpu")])
+def test_keys_of_the_launcher_are_named_and_skipped(parse, capsys, monkeypatch, device, how):
     # Where upstream's launcher has not had its say, as where one process drives all chips.
+    monkeypatch.setenv("PJRT_DEVICE", device)
     values = parse(
         "num_processes: 8\naccelerate_config: zero3\nmax_steps: 3", "--mixed_precision", "bf16", "--multi_gpu"
     )
     assert values["max_steps"] == 3
     # Upstream may warn of its own names after that.
     lines = capsys.readouterr().err.splitlines()
-    assert [line for line in lines if line.endswith(": num_processes, accelerate_config, mixed_precision, multi_gpu")]
+    (line,) = [line for line in lines if ": num_processes, accelerate_config, mixed_precision, multi_gpu" in line]
+    assert line.partition("multi_gpu")[2].startswith(how) and (bool(how) or line.endswith("multi_gpu"))
 
 
 @pytest.mark.parametrize(
