@@ -112,6 +112,8 @@ class CompiledFunction(ABC):
     change: str | None = None
     #: Whether the last call ran no Python of the function.
     replays: bool = False
+    #: What the program of the last call is for, or `None` where each is traced.
+    key: Hashable = None
 
     def __init__(
         self,
@@ -140,14 +142,14 @@ class CompiledFunction(ABC):
         which compiles and runs the program, and counts and times that. `None` says that all operators have run one by one.
         """
         self._backend.flush()
-        self.replays = False
+        self.replays, self.key = False, None
         if self.why_traced is None:
             self._follow()
         if self.why_traced is None:
             tensors = [leaf for leaf in tree_leaves(dict(data)) if isinstance(leaf, torch.Tensor)]
-            key = (*static_args.items(), *describe_batch(data).items())
+            self.key = (*static_args.items(), *describe_batch(data).items())
             try:
-                results = self._run_program(key, self._state(), Call(data, tensors, end, static_args))
+                results = self._run_program(self.key, self._state(), Call(data, tensors, end, static_args))
             except CannotReplay as error:
                 self.refuse(str(error))
             else:

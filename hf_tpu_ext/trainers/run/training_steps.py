@@ -20,8 +20,11 @@ from .programs import SentBatch
 from .user_code import METHODS_OF_A_STEP, find_code_between_stages, sees_micro_steps
 
 
-# Why steps update other parameters from one to the next, as a clause.
-_TOWER_IS_LEFT = "batches without images leave the weights of the vision tower as they are. Freeze the tower, or give each row an image"
+# Of a run with accumulation, where the program of an update goes by the micro-steps before it.
+_TOWER_IS_LEFT = (
+    "with gradient accumulation, steps without images leave the weights of the vision tower as they are. Freeze the tower, or give each "
+    "row an image"
+)
 
 
 class TrainingSteps(TrainerCallback):
@@ -64,8 +67,8 @@ class TrainingSteps(TrainerCallback):
         self.grad_norm: torch.Tensor | None = None
         #: Where gradients are between micro-steps.
         self.gradients: GradientSums | None = None
-        # The optimizer's states that the last step has updated. Forgotten where the model may have changed.
-        self._updated_states: Sequence[Any] | None = None
+        # By program, the optimizer's states that it updates. Forgotten where the model may have changed.
+        self._updated_states: dict[Hashable, Sequence[Any]] = {}
         # The step whose stages run one by one, and which has not ended.
         self._under_way: str | None = None
         # What compiles layers where steps are not compiled whole, but run by operators.
@@ -169,10 +172,11 @@ class TrainingSteps(TrainerCallback):
         if sync_gradients:
             self.grad_norm = results["grad_norm"]
             optimizer.is_done = True
-            before, states = self._updated_states, optimizer.updated_states
-            self._updated_states = states
-            if before is not None and before is not states and not are_same(before, states):
-                # `optimizer.step` counts those that the last trace has updated, whichever program ran.
+            # `optimizer.step` counts those that were updated, of which a program that is run by its handle says nothing.
+            states = self._updated_states.setdefault(self.compiled.key, optimizer.updated_states)
+            if self.compiled.replays:
+                optimizer.updated_states = states
+            elif not are_same(states, optimizer.updated_states):
                 self.compiled.refuse("the step updates other parameters than before")
         elif self._shows_gradients:
             self.gradients.show()
@@ -285,7 +289,7 @@ class TrainingSteps(TrainerCallback):
     def _find_why_traced(self, models: Sequence[nn.Module]) -> str | None:
         return (
             self._why_stage_by_stage()
-            or (_TOWER_IS_LEFT if self._sometimes_unused() else None)
+            or (_TOWER_IS_LEFT if self.gradients.tensors and self._sometimes_unused() else None)
             or self._programs.why_traced(models, METHODS_OF_A_STEP)
         )
 
@@ -325,7 +329,7 @@ class TrainingSteps(TrainerCallback):
 
     def _prepare_model(self) -> None:
         """Have the model as steps want it, with gradients of what is trained now. Code of the user's may have changed it."""
-        self._updated_states = None
+        self._updated_states.clear()
         self._rematerialize_layers()
         if not self.gradients.are_of(self._model):
             self.make_gradients()
