@@ -98,13 +98,15 @@ class LazyAdamW(torch.optim.AdamW):
                 }
         self._follow_state()
         count_of = dict(zip(map(id, self._states), self._counts.tolist(), strict=True))
-        sometimes_unused = {id(self.state[each]): None for each in self._parameters() if each in self.sometimes_unused}
+        unused = [id(self.state[each]) for each in self.sometimes_unused if each in self.state]
+        count_of_unused = {state: count_of.pop(state) for state in unused}
         self._by_count, self._row_of = [], {}
-        for states in filter(None, ([state for state in count_of if state not in sometimes_unused], sometimes_unused)):
-            counts = sorted({count_of[state] for state in states}, reverse=True)
+        for count_by_state in filter(None, (count_of, count_of_unused)):
+            counts = sorted({*count_by_state.values()}, reverse=True)
             # There may be some that no step uses, and those that were frozen. The first step has as many rows, to be the same program.
             counts += [0.0] * (2 - len(counts))
-            self._row_of |= {state: len(self._by_count) + counts.index(count_of[state]) for state in states}
+            row_of = {count: row for row, count in reversed([*enumerate(counts, len(self._by_count))])}
+            self._row_of |= {state: row_of[count] for state, count in count_by_state.items()}
             self._by_count += counts
         groups = (
             (group["betas"], group["eps"], bool(group["weight_decay"]), tuple(map(id, group["params"])))
