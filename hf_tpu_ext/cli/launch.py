@@ -14,7 +14,7 @@ from ..errors import UserError
 from ..importing import without_garbage_collection
 from ..temporarily import temporarily
 from .recipe import Recipe
-from .recipe_parser import RecipeParser
+from .recipe_parser import FOR_PROCESSES_ON_THE_CPU, RecipeParser
 
 
 # What launchers set in the processes that they start, as accelerate reads it.
@@ -105,8 +105,7 @@ def _launch_as_upstream(own_command: list[str], recipe: Recipe, parser: RecipePa
     if args.multi_gpu and torch.cuda.device_count() == 0:
         if not recipe.uses_cpu:
             raise UserError(
-                "--multi_gpu: this machine has no GPU. Leave it and num_processes out; or for processes on the CPU add --use_cpu (use_cpu: "
-                "true in the recipe)"
+                f"--multi_gpu: this machine has no GPU. Leave it and num_processes out; or {FOR_PROCESSES_ON_THE_CPU}"
             )
         if args.num_processes is None:
             raise UserError("--multi_gpu on the CPU needs the number of processes, for example --num_processes 2")

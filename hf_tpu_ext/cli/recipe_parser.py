@@ -15,6 +15,9 @@ from .recipe import SMOKE_DIR, Recipe
 from .recipe_checks import refuse_unknown
 
 
+#: What to do where processes were asked for that the device does not have.
+FOR_PROCESSES_ON_THE_CPU = "for processes on the CPU add --use_cpu (use_cpu: true in the recipe)"
+
 _KEYS = f"""
   --config   YAML file of keys; environment variables go under its key `env`
   --smoke    try the recipe first: 4 short steps on the tiny model and data in DIR (default {SMOKE_DIR}), which
@@ -86,7 +89,7 @@ class RecipeParser(TrlParser):
         options = self.split(recipe)
         if options and not recipe.launcher_applies and os.environ.get("RANK", "0") == "0":
             on_host = "num_processes" in options and os.environ.get("PJRT_DEVICE") == "CPU"
-            how = ". For processes on the CPU add --use_cpu (use_cpu: true in the recipe)" * on_host
+            how = f"; {FOR_PROCESSES_ON_THE_CPU}" * on_host
             print(
                 f"{self.prog}: no effect, because one process drives all chips (no `accelerate launch`): "
                 f"{', '.join(options)}{how}",

@@ -165,7 +165,7 @@ def _written(code: Any) -> Any:
 
 
 def _describe_code(code: Any, at: str = ", ") -> str:
-    """Name and line of a function or a class, which is `at` that; the name alone where it was written in a shell, or in a known package."""
+    """Name and line of a function or a class, with `at` between them; the name alone where it was written in a shell, or in a known package."""
     code = _written(code)
     name = code.__qualname__.rpartition("<locals>.")[2]
     try:
