@@ -21,15 +21,27 @@ FILES = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"TEST_FULLY_SHARDED": "1"}], ids=["data", "fsdp"])
-def test_everything_holds_on_four_chips(settings):
+def passes_on_four_chips(*tests, **settings):
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", *(HERE / name for name in FILES)],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", *tests],
         env={**os.environ, "CPU_NUM_DEVICES": "4", **settings},
         capture_output=True,
         text=True,
         timeout=1800,
     )
     assert result.returncode == 0, result.stdout[-5000:]
-    assert " passed" in result.stdout
+    return " passed" in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"TEST_FULLY_SHARDED": "1"}], ids=["data", "fsdp"])
+def test_everything_holds_on_four_chips(settings):
+    assert passes_on_four_chips(*(HERE / name for name in FILES), **settings)
+
+
+# Chips that compute gradients by themselves are given the weights that are trained.
+@pytest.mark.ci
+def test_an_optimizer_whose_weights_for_evaluation_are_others_on_four_chips():
+    assert passes_on_four_chips(
+        f"{HERE / 'test_evaluation.py'}::test_an_optimizer_whose_weights_for_evaluation_are_others"
+    )
