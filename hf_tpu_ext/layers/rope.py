@@ -16,8 +16,8 @@ _NAME, _ROTATED = "rotate_half", [-4.0, -5.0, -6.0, -7.0, 0.0, 1.0, 2.0, 3.0]
 
 def use_matrix_rope(model: nn.Module, backend: Backend) -> None:
     """
-    Let transformers' models swap the halves of queries and keys by a product with a permutation, on the backend's device.
-    float32 keeps 16 bits of its 24, of which attention in bfloat16 uses 8.
+    Let transformers' models swap the halves of queries and keys by a product with a permutation, on the backend's device, where
+    attention computes in bfloat16. float32 keeps 16 bits of its 24 then, of which that uses 8.
 
     The code of a model calls the function by its name in the module; this is where it is replaced, where it does what is known.
     """
@@ -36,7 +36,10 @@ class _RotateHalf:
         self.upstream, self._backend = upstream, backend
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        if tensor.device.type != self._backend.device.type:
+        device = tensor.device.type
+        # Who computes in float32 may have asked for products that keep all bits.
+        keeps_float32 = tensor.dtype != torch.bfloat16 and not torch.is_autocast_enabled(device)
+        if device != self._backend.device.type or keeps_float32:
             return self.upstream(tensor)
         return _Product.apply(tensor, self._backend)
 

@@ -40,6 +40,11 @@ def test_output_and_gradient(xla, rotate, dtype, error):
         assert ((ours - theirs).abs() <= error * theirs.abs()).all()
 
 
+def test_computed_in_float32_all_bits_are_kept(xla, rotate):
+    tensor = torch.randn(2, 3, 5, 16)
+    assert torch.equal(xla.fetch(rotate(xla.send(tensor))), rotate.upstream(tensor))
+
+
 def test_other_functions_of_the_name_stay(xla):
     """GLM's pairs are neighbours."""
     before = modeling_glm.rotate_half
