@@ -145,6 +145,9 @@ class StepsMixin:
             loss = self._step_of_upstream(model, inputs, num_items_in_batch)
             self.backend.end_step()
             return loss
+        # A schedule-free optimizer evaluates other weights than it trains. Upstream's method goes back to these when chips that compute
+        # gradients by themselves have been given the others.
+        self.optimizer.train()
         return self.steps.run(model, inputs, num_items_in_batch, self.step_data(), self.accelerator.sync_gradients)
 
     def forward_backward(self, model, inputs, num_items_in_batch) -> torch.Tensor:

@@ -215,9 +215,6 @@ class TrainingSteps(TrainerCallback):
     def _run_stages(self, model, inputs, num_items_in_batch, numbers, sync_gradients) -> torch.Tensor:
         """The stages up to the backward pass. The others are called by upstream's loop."""
         self._prepare_model()
-        # A schedule-free optimizer evaluates other weights than it trains. Upstream goes back to these in `training_step`, when chips
-        # that compute gradients by themselves have been given the others.
-        self._trainer.optimizer.train()
         self._under_way = OPTIMIZER_STEP if sync_gradients else MICRO_STEP
         self.numbers, num_items_in_batch = self._backend.send(numbers), self._backend.send(num_items_in_batch)
         with self._random_numbers(self.numbers["seed"]), self.gradients.micro_step(sync_gradients):
