@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..backends.base import Backend
+from .autocast import matmul_dtype
 
 
 # The function of transformers' models that swaps the halves of a head, and what it makes of the numbers from 0 to 7.
@@ -36,10 +37,8 @@ class _RotateHalf:
         self.upstream, self._backend = upstream, backend
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        device = tensor.device.type
         # Who computes in float32 may have asked for products that keep all bits.
-        keeps_float32 = tensor.dtype != torch.bfloat16 and not torch.is_autocast_enabled(device)
-        if device != self._backend.device.type or keeps_float32:
+        if tensor.device.type != self._backend.device.type or matmul_dtype(tensor) != torch.bfloat16:
             return self.upstream(tensor)
         return _Product.apply(tensor, self._backend)
 

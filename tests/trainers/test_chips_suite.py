@@ -21,7 +21,7 @@ FILES = [
 ]
 
 
-def passes_on_four_chips(*tests, **settings):
+def run_on_four_chips(*tests, **settings):
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", *tests],
         env={**os.environ, "CPU_NUM_DEVICES": "4", **settings},
@@ -30,18 +30,16 @@ def passes_on_four_chips(*tests, **settings):
         timeout=1800,
     )
     assert result.returncode == 0, result.stdout[-5000:]
-    return " passed" in result.stdout
+    assert " passed" in result.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"TEST_FULLY_SHARDED": "1"}], ids=["data", "fsdp"])
 def test_everything_holds_on_four_chips(settings):
-    assert passes_on_four_chips(*(HERE / name for name in FILES), **settings)
+    run_on_four_chips(*(HERE / name for name in FILES), **settings)
 
 
 # Chips that compute gradients by themselves are given the weights that are trained.
 @pytest.mark.ci
 def test_an_optimizer_whose_weights_for_evaluation_are_others_on_four_chips():
-    assert passes_on_four_chips(
-        f"{HERE / 'test_evaluation.py'}::test_an_optimizer_whose_weights_for_evaluation_are_others"
-    )
+    run_on_four_chips(f"{HERE / 'test_evaluation.py'}::test_an_optimizer_whose_weights_for_evaluation_are_others")

@@ -145,8 +145,8 @@ class StepsMixin:
             loss = self._step_of_upstream(model, inputs, num_items_in_batch)
             self.backend.end_step()
             return loss
-        # A schedule-free optimizer evaluates other weights than it trains. Upstream's method goes back to these when chips that compute
-        # gradients by themselves have been given the others.
+        # A schedule-free optimizer evaluates other weights than it trains, and upstream's `training_step` takes it back to the latter. That
+        # is too late here: chips that compute gradients by themselves have been given the weights by then.
         self.optimizer.train()
         return self.steps.run(model, inputs, num_items_in_batch, self.step_data(), self.accelerator.sync_gradients)
 
