@@ -8,12 +8,13 @@ import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 import trl
 from datasets import Dataset
 from fixes import assert_fixes, refusal
-from peft import LoraConfig, ShiraConfig, get_peft_model
+from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig, get_peft_model
 from preference import Case, rows_for, trainer_for
 from rollouts import Case as RolloutCase
 from rollouts import trainer_for as rollout_trainer_for
@@ -211,9 +212,14 @@ def test_rows_of_text_beside_rows_of_messages(runs, columns, first):
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["config", "model"])
-def test_adapters_of_sparse_tensors(tiny_model, wrapped):
+@pytest.mark.parametrize("kind", ["SHIRA", "FROD"])
+def test_adapters_of_sparse_tensors(tiny_model, kind, wrapped):
     """Each of the adapters of a model, or that which a trainer would add to it."""
-    model, config = AutoModelForCausalLM.from_pretrained(tiny_model), ShiraConfig(r=2, target_modules=["q_proj"])
+    if kind not in PEFT_TYPE_TO_CONFIG_MAPPING:
+        pytest.skip(f"peft {peft.__version__} has no {kind}")
+    settings = {"r": 2} if kind == "SHIRA" else {}
+    config = PEFT_TYPE_TO_CONFIG_MAPPING[kind](target_modules=["q_proj"], **settings)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
     given = {"model": get_peft_model(model, config)} if wrapped else {"model": model, "peft_config": config}
     message = refusal(lambda **settings: check_adapter(settings), given)
     assert "peft_config=LoraConfig(...)" in message and "use_cpu=True" in message

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
-from peft import PeftModel, ShiraConfig, get_peft_model
+from peft import PeftConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoConfig, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -24,6 +24,8 @@ from .field_answers import Place
 from .fields import adapt
 
 
+# `peft_type` of the adapters that compute with sparse tensors.
+_SPARSE_ADAPTERS = ("SHIRA", "FROD")
 _NUMBERS = (int, float, int | None, float | None)
 # For a task with labels PEFT adds all names that heads have in upstream's models.
 _HEADS = ("classifier", "score", "qa_outputs")
@@ -111,11 +113,13 @@ def check_adapter(trainer_kwargs: Mapping[str, Any]) -> None:
     """Refuse an adapter that torch_xla has no operators for (`ValueError`). The arguments are those of upstream's trainer."""
     model = trainer_kwargs.get("model")
     configs = model.peft_config.values() if isinstance(model, PeftModel) else [trainer_kwargs.get("peft_config")]
-    if any(isinstance(config, ShiraConfig) for config in configs):
-        raise UserError(
-            "SHiRA adds a sparse tensor to a weight (peft_config=ShiraConfig(...)), and torch_xla has no sparse tensors. Take another "
-            "adapter, for example peft_config=LoraConfig(...), or train it on CUDA (backend='cuda') or on the CPU (use_cpu=True)."
-        )
+    for config in configs:
+        # Older versions of peft lack some of the classes.
+        if isinstance(config, PeftConfig) and config.peft_type in _SPARSE_ADAPTERS:
+            raise UserError(
+                f"peft_config={type(config).__name__}(...) computes with a sparse tensor, and torch_xla has no sparse tensors. Take another "
+                "adapter, for example peft_config=LoraConfig(...), or train it on CUDA (backend='cuda') or on the CPU (use_cpu=True)."
+            )
 
 
 @contextmanager
