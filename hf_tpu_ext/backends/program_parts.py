@@ -145,6 +145,10 @@ class Kernels:
         raise NotImplementedError
 
 
+class ReadInRegion(RuntimeError):
+    """What runs in a manual region needs a value on the host, and nothing of a region can be run before its end. Raised at its end."""
+
+
 class ManualSharding:
     """
     Regions in which shapes are those of one shard, and no collective runs that is not asked for.
@@ -156,7 +160,10 @@ class ManualSharding:
     active: bool = False
 
     def region(self, active: bool = True) -> AbstractContextManager[None]:
-        """Within this context, what is traced is in a manual region; it has no effect with `active=False`."""
+        """
+        Within this context, what is traced is in a manual region; it has no effect with `active=False`. Raises [`ReadInRegion`] at
+        a sync, or at an operator that runs on the host.
+        """
         return temporarily(self, active=self.active or active)
 
     def full_to_shard(self, tensor: torch.Tensor, by_rows: bool = False) -> torch.Tensor:

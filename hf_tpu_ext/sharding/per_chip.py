@@ -139,6 +139,10 @@ class LocalGradients(GradientSums):
                 parameter.grad = total.sum(0)
                 total.copy_(torch.zeros_like(total))
 
+    def add_up(self) -> None:
+        """Add the sums up over the chips, for other [`GradientSums`] to go on with them."""
+        self.sums = {parameter: total.sum(0) for parameter, total in self._sums.items() if total is not None}
+
     def over_chips(self, value: torch.Tensor) -> torch.Tensor:
         """Sum a number over the chips, without its autograd history; outside of a micro-step it is the sum already."""
         sharding = self._backend.manual_sharding

@@ -2,18 +2,21 @@
 
 import json
 import sys
+from contextlib import nullcontext
 
 import torch
 import torch_xla
 import torch_xla.distributed.spmd as spmd
 import torch_xla.runtime
 from conftest import Runs, logged, make_rows
+from peft.tuners.lora import layer as lora_layer
 from test_counts import CountPerStep
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainerCallback
 
 from hf_tpu_ext import TPUSFTConfig
 from hf_tpu_ext.distillation import fused_head
 from hf_tpu_ext.layers import chunked_head, layer_loop, sliced_attention
+from hf_tpu_ext.temporarily import temporarily
 
 
 def shards_of(tensor):
@@ -88,6 +91,28 @@ class Moves(TrainerCallback):
             spmd.mark_sharding(weight, spmd.Mesh(range(chips), (chips,), ("columns",)), (None, "columns"))
 
 
+# It is a method of peft's, which is no code of the user's.
+READING_FORWARD = """
+def reading_forward(self, x, *args, **kwargs):
+    self.calls_so_far = vars(self).get("calls_so_far", 0) + 1
+    if self.calls_so_far > self.calls_without_reading:
+        x.sum().item()
+    return Linear.forward_as_written(self, x, *args, **kwargs)
+"""
+exec(compile(READING_FORWARD, lora_layer.__file__, "exec"), vars(lora_layer))
+
+
+def adapters_read(calls_without_reading):
+    """Context in which each adapter of LoRA reads a value on the host, after so many calls."""
+    adapter = lora_layer.Linear
+    return temporarily(
+        adapter,
+        forward=lora_layer.reading_forward,
+        forward_as_written=adapter.forward,
+        calls_without_reading=calls_without_reading,
+    )
+
+
 class Full(TrainerCallback):
     """Has no memory for more than some rows, as the first micro-step has found."""
 
@@ -110,6 +135,7 @@ def run(
     quantized=None,
     moves=False,
     most_rows=None,
+    calls_without_reading=None,
     **config,
 ):
     mesh = config.get("mesh")
@@ -172,7 +198,8 @@ def run(
     if shows:
         # Layers that run as a loop would be handed out to it at every log.
         trainer.add_callback(shown)
-    trainer.train(resume_from_checkpoint=resume)
+    with nullcontext() if calls_without_reading is None else adapters_read(calls_without_reading):
+        trainer.train(resume_from_checkpoint=resume)
     trainer.backend.send_rows, trainer.backend.place_as = send_rows, place_as
     chunked_head.LoopedLogProbs.apply = score
     shown.on_train_begin(trainer.args, trainer.state, trainer.control)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
@@ -25,7 +25,8 @@ from hf_tpu_ext.examples.tiny import make_model
 CHIPS = int(os.environ.get("CPU_NUM_DEVICES", "1"))
 #: And with this variable the weights as well.
 FULLY_SHARDED = "TEST_FULLY_SHARDED" in os.environ
-LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0}
+TARGETS = ["q_proj", "v_proj"]
+LORA = {"r": 4, "target_modules": TARGETS, "lora_dropout": 0.0}
 
 
 @pytest.fixture(scope="session")
@@ -75,6 +76,11 @@ def prepare_once(trainer, dataset, processing_class, args, packing, formatting_f
     return _prepared[key]
 
 
+def _make_adapter(peft_type="LORA", **settings):
+    defaults = LORA if peft_type == "LORA" else {"target_modules": TARGETS}
+    return PEFT_TYPE_TO_CONFIG_MAPPING[peft_type](task_type="CAUSAL_LM", **{**defaults, **settings})
+
+
 class Runs:
     """
     Trains the tiny model in many ways.
@@ -115,7 +121,7 @@ class Runs:
         if model is None:
             model = deepcopy(_load_model(self.model_dir))
         kwargs = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset, **kwargs}
-        peft_config = None if lora is None else LoraConfig(task_type="CAUSAL_LM", **{**LORA, **lora})
+        peft_config = None if lora is None else _make_adapter(**lora)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(SFTTrainer, "_prepare_dataset", prepare_once)
             return cls(model, config, processing_class=self.tokenizer, peft_config=peft_config, **kwargs)

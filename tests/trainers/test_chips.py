@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 from safetensors.torch import load_file
 from trl import SFTConfig
 
@@ -111,11 +112,11 @@ def result(request, name):
     )
 
 
-def of_one_device(config):
+def of_one_device(config, chips=8):
     """The same run for a device that takes the rows of all."""
     of_chips = {"mesh", "fsdp", "lora", "scan_layers", "rematerialization", "moves", "rows", "shows"}
     rest = {key: value for key, value in config.items() if key not in of_chips and not key.startswith("save_")}
-    return {key: value * 8 if key.startswith("per_device") else value for key, value in rest.items()}
+    return {key: value * chips if key.startswith("per_device") else value for key, value in rest.items()}
 
 
 @pytest.fixture(scope="module")
@@ -284,6 +285,32 @@ def test_a_smaller_batch_is_found_of_which_each_chip_has_as_many_rows(tiny_model
         assert result["train_batch_size"] == 4
         found = [(entry["loss"], entry["grad_norm"]) for entry in result["log"] if "loss" in entry]
         assert found == [pytest.approx(numbers, rel=1e-5) for numbers in expected] and len(found) == 2
+
+
+def test_a_library_that_reads_values_on_the_host(model_for, rows, runs, on_devices, same_logs, as_trainer, tmp_path):
+    """Chips that compute gradients by themselves cannot. From then on they do not: in the first step, or behind sums that wait."""
+    config = dict(SIX, lora={}, step_replay=False)
+    accumulated = dict(config, gradient_accumulation_steps=2)
+    spec = {
+        "at once": dict(config, calls_without_reading=0),
+        "between micro-steps": dict(accumulated, calls_without_reading=5),
+    }
+    results, _ = on_devices(4, model_for({}), copy.deepcopy(spec), tmp_path)
+    for result, of_chips in zip(results.values(), (config, accumulated), strict=True):
+        one = of_one_device({key: value for key, value in of_chips.items() if key != "step_replay"}, chips=4)
+        same_logs(as_trainer(result["log"]), runs.stock(lora={}, kwargs={"train_dataset": rows(ROWS)}, **one))
+        assert result["local_gradients"]
+
+
+def test_adapters_that_look_at_the_global_batch(model_for, rows, runs, on_devices, same_logs, as_trainer, tmp_path):
+    """A hook that takes the part of a gradient out, and a mean over all tokens."""
+    adapters = [kind for kind in ("OSF", "LILY") if kind in PEFT_TYPE_TO_CONFIG_MAPPING]
+    # Means over tokens are also over padding.
+    spec = {kind: dict(SIX, learning_rate=1e-2, pad_to_multiple_of=48, lora={"peft_type": kind}) for kind in adapters}
+    results, _ = on_devices(4, model_for({}), copy.deepcopy(spec), tmp_path)
+    for kind, config in spec.items():
+        one = runs.stock(lora=config["lora"], kwargs={"train_dataset": rows(ROWS)}, **of_one_device(config, chips=4))
+        same_logs(as_trainer(results[kind]["log"]), one)
 
 
 @pytest.mark.slow

@@ -1,13 +1,18 @@
 """How torch_xla shards tensors over a mesh: by annotation, and by hand."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch_xla
 import torch_xla.distributed.spmd as xs
 
-from ..program_parts import ManualSharding
+from ..program_parts import ManualSharding, ReadInRegion
 
 
 _XLAC = torch_xla._XLAC
+# What torch_xla says of a program that is run while that is not allowed.
+_UNEXPECTED = "Unexpected execution"
 
 
 def is_split(tensor: torch.Tensor) -> bool:
@@ -52,6 +57,21 @@ class XLAManualSharding(ManualSharding):
     def __init__(self, mesh: xs.Mesh):
         self._mesh = mesh
         self._chips = int(mesh.size())
+
+    @contextmanager
+    def region(self, active: bool = True) -> Iterator[None]:
+        # As in `torch_xla.compile(full_graph=True)`. A part of a region is no program: the partitioner would end the process.
+        is_allowed = _XLAC._get_allow_execution()
+        _XLAC._set_allow_execution(is_allowed and not active)
+        try:
+            with super().region(active):
+                yield
+        except RuntimeError as error:
+            if active and _UNEXPECTED in str(error):
+                raise ReadInRegion("A manual region reads a value on the host.") from error
+            raise
+        finally:
+            _XLAC._set_allow_execution(is_allowed)
 
     def full_to_shard(self, tensor: torch.Tensor, by_rows: bool = False) -> torch.Tensor:
         spec = rows_spec(self._mesh, max(1, tensor.ndim), by_rows)

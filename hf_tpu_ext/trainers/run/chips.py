@@ -71,6 +71,8 @@ class Chips:
         self.sharding_plan: ShardingPlan | None = None
         #: The gradients of chips that run by themselves, in a run where they do.
         self.local_gradients: LocalGradients | None = None
+        # Why they cannot, as the steps so far have shown.
+        self._why_not_local: str | None = None
         self._splits_activations = False
         # Not a method: a copy of the model would come with one of the trainer.
         self.split_output = partial(_split_output, backend)
@@ -140,7 +142,7 @@ class Chips:
         self.local_gradients = None
         accumulates = self._args.gradient_accumulation_steps > 1
         if self._backend.num_chips > 1 and self.mesh["fsdp"] == 1:
-            reason = why_not_local(model)
+            reason = self._why_not_local or why_not_local(model)
             if reason is None:
                 self.local_gradients = LocalGradients(model, self._backend, accumulates)
                 return self.local_gradients
@@ -149,6 +151,11 @@ class Chips:
                     f"Gradients are all-reduced at every micro-step, not once per optimizer step: {reason}."
                 )
         return GradientSums(model, accumulates, earlier, self._backend.processes)
+
+    def leave_regions(self) -> None:
+        """Leave the gradients of later steps to the partitioner: a forward or backward pass reads a value on the host."""
+        self.local_gradients.add_up()
+        self._why_not_local = "a step reads values on the host, or has operators that run there"
 
     def tokens_stay_on_chips(self) -> AbstractContextManager:
         """Context in which TRL's fused language model head scores each token on the chip that has it."""

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer_utils import unwrap_peft_model
@@ -157,8 +158,15 @@ class StepsMixin:
         numbers = self.steps.numbers
         cuts_by_data = "rows_gathered" in numbers and self.steps.may_be_replayed
         cut = rows_gathered(self.accelerator, numbers["rows_gathered"]) if cuts_by_data else nullcontext()
-        with self.micro_steps_as_data(numbers), cut:
-            return self.chips.over_chips(self._step_of_upstream(model, inputs, num_items_in_batch))
+        metrics = self.metric_tensors["train"]
+        earlier_metrics = {**metrics}
+        try:
+            with self.micro_steps_as_data(numbers), cut:
+                return self.chips.over_chips(self._step_of_upstream(model, inputs, num_items_in_batch))
+        except RuntimeError:
+            # It may be run again, see [`ReadInRegion`], and counts once.
+            metrics.update(earlier_metrics)
+            raise
 
     def _step_of_upstream(self, model, inputs, num_items_in_batch) -> torch.Tensor:
         """What upstream computes in a micro-step."""
@@ -256,6 +264,11 @@ class StepsMixin:
             return "the loss is not a sum over tokens"
         if vars(base.config.get_text_config()).get("output_router_logits"):
             return "the load-balancing loss of the experts depends on the global batch"
+        if any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in model.parameters()):
+            # As PEFT's OSF and CPT have.
+            return "a hook of a parameter is given the gradient of the global batch"
+        if isinstance(model, PeftModel) and any(config.peft_type == "LILY" for config in model.peft_config.values()):
+            return "the experts of Lily are weighted by a mean over the global batch"
         if (own_code := self.own_code_in_step("train")) is not None:
             return f"{own_code}, which may depend on the global batch"
         if (reason := self.why_not_padded("train")) is not None:

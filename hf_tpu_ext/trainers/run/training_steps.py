@@ -10,6 +10,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from ...backends.compiled_function import CompiledFunction
+from ...backends.program_parts import ReadInRegion
 from ...errors import UserError
 from ...layers.activation_checkpointing import checkpoint_as_upstream, rematerialize
 from ...layers.random_numbers import RandomNumbers
@@ -168,7 +169,9 @@ class TrainingSteps(TrainerCallback):
             optimizer.create_state()
         numbers["num_items_in_batch"] = num_items_in_batch
         data = self._trainer.send_batch(inputs, numbers)
-        results = self.compiled(data, partial(self._end_program, sync_gradients), sync_gradients=sync_gradients)
+        results = self._in_regions(
+            partial(self.compiled, data, partial(self._end_program, sync_gradients), sync_gradients=sync_gradients)
+        )
         if sync_gradients:
             self.grad_norm = results["grad_norm"]
             optimizer.is_done = True
@@ -217,12 +220,28 @@ class TrainingSteps(TrainerCallback):
         self._prepare_model()
         self._under_way = OPTIMIZER_STEP if sync_gradients else MICRO_STEP
         self.numbers, num_items_in_batch = self._backend.send(numbers), self._backend.send(num_items_in_batch)
-        with self._random_numbers(self.numbers["seed"]), self.gradients.micro_step(sync_gradients):
-            loss = self._forward_backward(model, inputs, num_items_in_batch)
+
+        def compute_gradients() -> torch.Tensor:
+            with self._random_numbers(self.numbers["seed"]), self.gradients.micro_step(sync_gradients):
+                return self._forward_backward(model, inputs, num_items_in_batch)
+
+        loss = self._in_regions(compute_gradients)
         if not sync_gradients:
             self.gradients.show()
         self._log_loss(loss, sync_gradients)
         return loss
+
+    def _in_regions(self, compute: Callable[[], Any]) -> Any:
+        """Run a forward and backward pass: on each chip by itself, until one turns out to need a value on the host."""
+        try:
+            return compute()
+        except ReadInRegion:
+            if self._chips.local_gradients is None:
+                raise
+        # Not above, where the error holds on to what was traced.
+        self._chips.leave_regions()
+        self.make_gradients()
+        return compute()
 
     def _random_numbers(self, seed: torch.Tensor) -> AbstractContextManager:
         """Context in which random numbers follow from a seed. Layers that are compiled would take each seed for a constant of theirs."""
