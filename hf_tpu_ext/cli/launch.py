@@ -127,8 +127,7 @@ def _launch_as_upstream(own_command: list[str], recipe: Recipe, parser: RecipePa
         if (args.num_processes or 1) > 1:
             raise UserError(
                 f"--num_processes {args.num_processes}: accelerate would start one process on this machine, which has "
-                f"{torch.cuda.device_count()} GPUs. Leave it out; or for {args.num_processes} processes on the CPU add --multi_gpu "
-                "--use_cpu, or multi_gpu: true and use_cpu: true in the recipe"
+                f"{torch.cuda.device_count()} GPUs. Leave it out; or {FOR_PROCESSES_ON_THE_CPU}"
             )
         # PyTorch has read how many threads it is to use, and without a wish they are as many as there are cores.
         environment.pop("OMP_NUM_THREADS", None)

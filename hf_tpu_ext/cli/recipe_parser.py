@@ -16,7 +16,9 @@ from .recipe_checks import refuse_unknown
 
 
 #: What to do where processes were asked for that the device does not have.
-FOR_PROCESSES_ON_THE_CPU = "for processes on the CPU add --use_cpu (use_cpu: true in the recipe)"
+FOR_PROCESSES_ON_THE_CPU = (
+    "for processes on the CPU add --multi_gpu --use_cpu (multi_gpu: true and use_cpu: true in the recipe)"
+)
 
 _KEYS = f"""
   --config   YAML file of keys; environment variables go under its key `env`

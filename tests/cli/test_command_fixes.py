@@ -131,7 +131,7 @@ def test_processes_on_the_cpu(monkeypatch, tmp_path):
     assert "--num_processes 1: multi_gpu is for 2 processes or more" in refusal(check, one)
     assert len(started) == 1
     two = dict(num_processes=2, multi_gpu=True)
-    assert_fixes(check, two, "Leave it and num_processes out", "add --use_cpu", "use_cpu: true")
+    assert_fixes(check, two, "Leave it and num_processes out", "add --multi_gpu --use_cpu", "use_cpu: true")
     assert_fixes(check, dict(two, num_processes=0, use_cpu=True), "--num_processes 2")
     assert_fixes(check, dict(multi_gpu=True, use_cpu=True), "for example --num_processes 2")
 
