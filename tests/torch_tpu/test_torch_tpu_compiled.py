@@ -37,12 +37,14 @@ def train(runs, **config):
     [
         (None, dict(eval_strategy="steps", eval_steps=10)),
         ({}, {}),
+        # It makes a mask on the host, and has the places of the prompt there.
+        (dict(peft_type="PROMPT_TUNING", num_virtual_tokens=4), {}),
         (None, dict(gradient_accumulation_steps=4, num_train_epochs=3, max_steps=-1)),
         (None, dict(max_grad_norm=0.0, adam_beta2=0.95, lr_scheduler_type="cosine", max_steps=6)),
         (None, dict(gradient_checkpointing=False, max_steps=6)),
         (None, dict(bf16=True, max_steps=6)),
     ],
-    ids=["full", "lora", "accumulation", "no-clipping", "no-checkpointing", "bf16"],
+    ids=["full", "lora", "prompt", "accumulation", "no-clipping", "no-checkpointing", "bf16"],
 )
 def test_the_whole_step_gives_the_same_numbers(runs, same_logs, lora, config):
     config = dict(max_steps=20, warmup_steps=5) | config
@@ -125,8 +127,10 @@ def test_what_python_reads_is_followed(runs, caplog, changes):
         (dict(compile_step="layers"), "compile_step='layers'", 300),
         # Its update is some operators for each parameter.
         (dict(optim="sgd"), "SGD takes its learning rate as a Python number", 400),
+        # Its layers draw a number on the host, by which they go.
+        (dict(lora=dict(peft_type="LOHA", target_modules=["q_proj"])), "a device-to-host sync in the step", 800),
     ],
-    ids=["asked for", "sgd"],
+    ids=["asked for", "sgd", "loha"],
 )
 def test_layers_one_by_one(runs, same_logs, caplog, settings, reason, most):
     # Layers of other models.

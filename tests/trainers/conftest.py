@@ -25,8 +25,7 @@ from hf_tpu_ext.examples.tiny import make_model
 CHIPS = int(os.environ.get("CPU_NUM_DEVICES", "1"))
 #: And with this variable the weights as well.
 FULLY_SHARDED = "TEST_FULLY_SHARDED" in os.environ
-TARGETS = ["q_proj", "v_proj"]
-LORA = {"r": 4, "target_modules": TARGETS, "lora_dropout": 0.0}
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0}
 
 
 @pytest.fixture(scope="session")
@@ -77,7 +76,7 @@ def prepare_once(trainer, dataset, processing_class, args, packing, formatting_f
 
 
 def _make_adapter(peft_type="LORA", **settings):
-    defaults = LORA if peft_type == "LORA" else {"target_modules": TARGETS}
+    defaults = LORA if peft_type == "LORA" else {}
     return PEFT_TYPE_TO_CONFIG_MAPPING[peft_type](task_type="CAUSAL_LM", **{**defaults, **settings})
 
 

@@ -29,7 +29,7 @@ from ..insight import Counters
 from ..processes import ALONE, Processes
 from ..program_parts import Loops
 from ..streamed import stream_tensor
-from .compile import TorchTPUPrograms, changes_as_results
+from .compile import TorchTPUPrograms, changes_as_results, compute_on
 from .fully_sharded import FSDPModule, is_split, split_as, split_model, whole
 
 
@@ -262,6 +262,7 @@ class TorchTPUBackend(Backend):
         from torch_tpu._internal.compile.compiler import StaticCompiler
 
         graph, changed_places = changes_as_results(graph, arguments)
+        compute_on(self.device, graph)
         with torch.no_grad():
             for place in changed_places:
                 # `clone` and `copy_` share memory with what they copy, which a program that is given it would take from both.

@@ -12,11 +12,16 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.func import functionalize
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from ..compiled_function import DRAWS_ON_HOST, REPLACES_STATE, SYNCS, Call, CannotReplay, CompiledFunction, Programs
 from ..random_state import read_random_state
+
+
+# Where a function goes by the values of tensors.
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 
 class _StateAsArguments(TorchDispatchMode):
@@ -73,7 +78,7 @@ class TorchTPUCompiledFunction(CompiledFunction):
         with _keeping_gradients(state), self._backend.as_written():
             try:
                 return self._backend.compile_function(traceable, [[tensor.detach() for tensor in state], call.tensors])
-            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            except _NEEDS_VALUES as error:
                 raise CannotReplay(SYNCS) from error
 
 
@@ -119,3 +124,16 @@ def changes_as_results(graph: GraphModule, arguments: Sequence[Tensor]) -> tuple
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph, list(changed_places)
+
+
+def compute_on(device: torch.device, graph: GraphModule) -> None:
+    """
+    Have a graph make on a device what it makes on the host, such as the mask of the prompt that PEFT's prompt tuning learns, and have
+    its constants there: torch_tpu ends the process where a graph has tensors of the host.
+    """
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            setattr(graph, node.target, getattr(graph, node.target).to(device))
+        elif node.op == "call_function" and not node.all_input_nodes and "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": device}
+    graph.recompile()
