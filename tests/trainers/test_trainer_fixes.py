@@ -614,7 +614,7 @@ def test_rows_of_a_checkpoint_of_more_chips(caplog):
             rows_per_step=per_device_train_batch_size * num_chips * accumulation,
             recipe_rows=per_device_train_batch_size,
         )
-        state = {"rows_per_step": 12, "num_workers": 4, "recipe_rows": 3}
+        state = {"rows_per_step": 12, "num_workers": 4, "recipe_rows": 3, "rows_at_once": 12}
         Chips.keep_rows_per_step(chips, state, keeps_accumulation)
         return args.per_device_train_batch_size * num_chips * args.gradient_accumulation_steps
 
@@ -632,6 +632,10 @@ def test_rows_of_a_checkpoint_of_more_chips(caplog):
     for drop_last in (False, True):
         caplog.clear()
         check(2, drop_last=drop_last)
+        assert ("an epoch may have another number of steps" in caplog.text) == drop_last
+        # Where the recipe keeps the global batch size by itself.
+        caplog.clear()
+        assert check(2, accumulation=2, drop_last=drop_last) == 12
         assert ("an epoch may have another number of steps" in caplog.text) == drop_last
     for sampling in ("random", "group_by_length"):
         caplog.clear()

@@ -218,6 +218,7 @@ class Chips:
             "num_workers": self._num_workers,
             "rows_per_step": self.rows_per_step,
             "recipe_rows": self.recipe_rows,
+            "rows_at_once": self._args.train_batch_size * self._args.world_size,
         }
 
     def keep_rows_per_step(self, state: dict[str, Any], keeps_accumulation: bool = False) -> None:
@@ -232,6 +233,7 @@ class Chips:
         args, workers = self._args, self._num_workers
         rows = state.get("rows_per_step")
         if rows is None or rows == self.rows_per_step:
+            _warn_of_epochs(args, state)
             return
         before = f"The checkpoint was written with a global batch size of {rows}"
         if state["recipe_rows"] != self.recipe_rows or state["num_workers"] == workers:
@@ -261,12 +263,7 @@ class Chips:
             f"{before} on {count(state['num_workers'], kind)}. To keep it on {workers}: {args.per_device_train_batch_size} per {kind} x "
             f"{count(args.gradient_accumulation_steps, 'gradient accumulation step')}."
         )
-        if args.dataloader_drop_last and args.gradient_accumulation_steps != accumulation:
-            # It leaves out what does not fill a micro-step, of which the rows are others now.
-            logger.warning(
-                "dataloader_drop_last=True: an epoch may have another number of steps than before, after which the rows of a "
-                "step are others. Without it, epochs are as before."
-            )
+        _warn_of_epochs(args, state)
         is_grouped = args.train_sampling_strategy == "group_by_length"
         if is_grouped and args.train_batch_size * args.gradient_accumulation_steps != rows_of_process:
             # Upstream makes groups of the rows that a process takes in a step.
@@ -289,6 +286,16 @@ class Chips:
             advice = advise_sharding(model, self.mesh, memory, has_average)
             lines += [] if advice is None else [advice]
         return lines
+
+
+def _warn_of_epochs(args: TrainingArguments, state: dict[str, Any]) -> None:
+    """Of a run that goes on from the `state` of [`Chips.batch_state`]: say where its epochs may be others."""
+    if args.dataloader_drop_last and state.get("rows_at_once") not in (None, args.train_batch_size * args.world_size):
+        # It leaves out what does not fill a micro-step, of which the rows are others now.
+        logger.warning(
+            "dataloader_drop_last=True: an epoch may have another number of steps than before, after which the rows of a "
+            "step are others. Without it, epochs are as before."
+        )
 
 
 def rows_gathered(accelerator: Accelerator, rows: torch.Tensor) -> AbstractContextManager:
