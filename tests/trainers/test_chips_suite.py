@@ -1,4 +1,4 @@
-"""The tests of trajectories, counts, evaluation, packing, checkpoints, frozen weights and images once more, on four chips."""
+"""The tests of trajectories, counts, evaluation, packing, checkpoints, frozen weights, images and adapters once more, on four chips."""
 
 import os
 import subprocess
@@ -21,9 +21,9 @@ FILES = [
 ]
 
 
-def run_on_four_chips(*tests, **settings):
+def run_on_four_chips(*tests, marks="not slow", **settings):
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", *tests],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-m", marks, *tests],
         env={**os.environ, "CPU_NUM_DEVICES": "4", **settings},
         capture_output=True,
         text=True,
@@ -37,6 +37,11 @@ def run_on_four_chips(*tests, **settings):
 @pytest.mark.parametrize("settings", [{}, {"TEST_FULLY_SHARDED": "1"}], ids=["data", "fsdp"])
 def test_everything_holds_on_four_chips(settings):
     run_on_four_chips(*(HERE / name for name in FILES), **settings)
+
+
+@pytest.mark.slow
+def test_every_adapter_on_four_chips():
+    run_on_four_chips(HERE / "test_adapters.py", marks="slow")
 
 
 # Chips that compute gradients by themselves are given the weights that are trained.
