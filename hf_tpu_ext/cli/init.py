@@ -1,6 +1,7 @@
 """`hf-tpu recipes` and `hf-tpu init`: the recipes that come with this package, and a copy of one to start from."""
 
 import argparse
+import difflib
 import os
 from pathlib import Path
 
@@ -52,9 +53,11 @@ def write_recipe(args: argparse.Namespace) -> int:
     name = BY_COMMAND.get(name, name)
     source = RECIPES / f"{name}.yaml"
     if not source.is_file():
-        recipes = ", ".join(recipe.stem for recipe in sorted(RECIPES.glob("*.yaml")))
+        recipes = [recipe.stem for recipe in sorted(RECIPES.glob("*.yaml"))]
+        close = difflib.get_close_matches(name, [*BY_COMMAND, *recipes], n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
         raise UserError(
-            f"{args.name!r} is neither a command nor a recipe. Commands: {', '.join(BY_COMMAND)}. Recipes: {recipes}."
+            f"{args.name!r} is neither a command nor a recipe.{hint} Commands: {', '.join(BY_COMMAND)}. Recipes: {', '.join(recipes)}."
         )
     text = source.read_text(encoding="utf-8")
     sources = [source, *(RECIPES / module for use, module in _MODULES.items() if use in text)]

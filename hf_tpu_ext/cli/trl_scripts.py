@@ -141,8 +141,7 @@ class TRLScript:
             check_reward_functions(script_args.reward_funcs or ())
         if self.trains_head and model_args.use_peft and model_args.lora_task_type != "SEQ_CLS":
             raise UserError(
-                f"lora_task_type={model_args.lora_task_type!r} is for models that generate text, and does not keep the head of a reward "
-                "model. Set lora_task_type: SEQ_CLS"
+                f"lora_task_type={model_args.lora_task_type!r} does not keep the head of a reward model. Set lora_task_type: SEQ_CLS"
             )
         if adapt_trainer is None:
             check_recipe(training_args)

@@ -37,7 +37,8 @@ def test_nothing_is_overwritten(tmp_path, monkeypatch, capsys):
     assert "is kept" in capsys.readouterr().err
     assert Path("recipes/sft_lora_qwen3.yaml").read_text() == "mine"
     assert main(["init", "sftt"]) == 2
-    assert "Recipes: " in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "Did you mean 'sft'?" in message and "Recipes: " in message
 
 
 def test_what_is_in_the_way_is_named(tmp_path, monkeypatch, capsys):
