@@ -79,7 +79,7 @@ class SetUpMixin:
         #: As in [`ExtensionArguments`].
         self.compile_step = extension.compile_step
         check_trainer(type(self), arguments.arguments, self.backend.unknown_upstream)
-        if self.backend.traces_steps:
+        if self.backend.static_shapes:
             check_adapter(arguments.arguments)
         # What the caller changes in its arguments later is adapted in the same way.
         adapt_arguments = partial(

@@ -110,14 +110,14 @@ def check_architecture(args: TrainingArguments, trainer_kwargs: Mapping[str, Any
 
 
 def check_adapter(trainer_kwargs: Mapping[str, Any]) -> None:
-    """Refuse an adapter that torch_xla has no operators for (`ValueError`). The arguments are those of upstream's trainer."""
+    """Refuse an adapter that a TPU has no operators for (`ValueError`). The arguments are those of upstream's trainer."""
     model = trainer_kwargs.get("model")
     configs = model.peft_config.values() if isinstance(model, PeftModel) else [trainer_kwargs.get("peft_config")]
     for config in configs:
         # Older versions of peft lack some of the classes.
         if isinstance(config, PeftConfig) and config.peft_type in _SPARSE_ADAPTERS:
             raise UserError(
-                f"peft_config={type(config).__name__}(...) computes with a sparse tensor, and torch_xla has no sparse tensors. Take another "
+                f"peft_config={type(config).__name__}(...) computes with a sparse tensor, and torch_xla and torch_tpu have none. Take another "
                 "adapter, for example peft_config=LoraConfig(...), or train it on CUDA (backend='cuda') or on the CPU (use_cpu=True)."
             )
 
