@@ -40,7 +40,8 @@ def test_settings_that_make_processors_of_logits():
     source = inspect.getsource(transformers.GenerationMixin._get_logits_processor)
     named = set(re.findall(r"generation_config\.(\w+)", source))
     allowed = {*run.split(), *read_elsewhere.split()}
-    assert named - sampling._REFUSED.keys() == allowed - {"num_beams"}
+    # What else versions read differs.
+    assert {*run.split()} <= named - sampling._REFUSED.keys() <= allowed
 
 
 # ---- Arguments ----
