@@ -41,7 +41,7 @@ def test_everything_holds_on_four_chips(settings):
 
 @pytest.mark.slow
 def test_every_adapter_on_four_chips():
-    run_on_four_chips(HERE / "test_adapters.py", marks="slow")
+    run_on_four_chips(HERE / "test_peft_adapters.py", marks="slow")
 
 
 # Chips that compute gradients by themselves are given the weights that are trained.
