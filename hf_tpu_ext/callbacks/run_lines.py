@@ -87,7 +87,8 @@ class RunLines(TrainerCallback):
             parts.append(f"{most}{count(facts.programs, 'training graph')} to compile")
         tqdm.write("Training on " + "; ".join(parts))
         if self._first_step:
-            tqdm.write(f"  resumed after step {self._first_step} of {state.max_steps}")
+            left = ", so that no step is left" * (self._first_step >= state.max_steps)
+            tqdm.write(f"  resumed after step {self._first_step} of {state.max_steps}{left}")
         for change in facts.changes:
             tqdm.write(f"  {change}")
         if facts.token_waste:

@@ -70,8 +70,13 @@ def write_recipe(args: argparse.Namespace) -> int:
     try:
         DIRECTORY.mkdir(exist_ok=True)
         for path in sources:
-            write_atomically(DIRECTORY / path.name, path.read_bytes())
-            print(f"Wrote {DIRECTORY / path.name}")
+            target = DIRECTORY / path.name
+            # In a clone of this package, also what somebody has edited is here.
+            if target.exists():
+                print(f"Kept {target}, which is here already")
+                continue
+            write_atomically(target, path.read_bytes())
+            print(f"Wrote {target}")
     except OSError as error:
         raise UserError(
             f"No recipe can be written into {DIRECTORY}/ of {Path.cwd()} ({error.strerror}). Start in another directory: cd DIR"

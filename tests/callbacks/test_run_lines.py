@@ -10,7 +10,7 @@ from hf_tpu_ext.callbacks.run_lines import RunFacts, RunLines
 
 @pytest.mark.parametrize(("begin", "says"), [(0, True), (2, True), (4, False)])
 def test_losses_of_evaluations_are_those_of_a_run_that_trained(tmp_path, capsys, begin, says):
-    """Not where a run that had ended is resumed."""
+    """Not where a run that had ended is resumed, of which it is said that no step is left."""
     lines = RunLines(CPUBackend("a test"), lambda: RunFacts("float32 weights", 2, [], None, []))
     args = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
     history = [{"step": step, "eval_loss": 5.0 - step} for step in (2, 4)]
@@ -18,7 +18,9 @@ def test_losses_of_evaluations_are_those_of_a_run_that_trained(tmp_path, capsys,
     lines.on_train_begin(args, state, TrainerControl())
     state.global_step = 4
     lines.on_train_end(args, state, TrainerControl())
-    assert ("Evaluation loss: 3.0000 -> 1.0000 (steps 2 to 4)" in capsys.readouterr().out) == says
+    printed = capsys.readouterr().out
+    assert ("Evaluation loss: 3.0000 -> 1.0000 (steps 2 to 4)" in printed) == says
+    assert ("so that no step is left" in printed) == (not says)
 
 
 @pytest.mark.parametrize(("metric", "says"), [("eval_loss", ""), ("accuracy", ", the best by accuracy")])

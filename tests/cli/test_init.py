@@ -31,7 +31,9 @@ def test_a_recipe_is_written_with_what_it_needs(name, tmp_path, monkeypatch, cap
 def test_nothing_is_overwritten(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["init", "sft"]) == 0
+    assert "Wrote recipes/sft_lora_qwen3.yaml" in capsys.readouterr().out
     assert main(["init", "sft"]) == 0
+    assert "Kept recipes/sft_lora_qwen3.yaml, which is here already" in capsys.readouterr().out
     Path("recipes/sft_lora_qwen3.yaml").write_text("mine")
     assert main(["init", "sft"]) == 2
     assert "is kept" in capsys.readouterr().err

@@ -147,25 +147,27 @@ def test_empty_answers_in_json(rows):
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_rows_of_a_split_are_quoted(runs, shuffle):
-    """Their numbers are not those of the file."""
+    """Their numbers are not those of the file, which are given for the first."""
     rows = Dataset.from_dict({"prompt": [f"p{row}" for row in range(20)], "completion": ["b", ""] * 10})
     split = rows.train_test_split(0.5, seed=1, shuffle=shuffle)
     trainer = runs.ours(
         train=False, max_length=64, kwargs={"train_dataset": split["train"], "eval_dataset": split["test"]}
     )
     of_train, of_evaluation = [line for line in trainer.adapted.changes if "an empty answer" in line]
-    counted = (
-        "; the first is row 0" + shuffle * ", counted after the dataset was split, shuffled or selected from" + ")"
-    )
     for line, name, why in (
         (of_train, "train", "from which a model learns to answer nothing"),
         (of_evaluation, "test", "which the loss of an evaluation takes for the right one"),
     ):
         first = split[name]["completion"][:].index("")
-        assert f"{counted}, {why}. Row {first} begins {split[name][first]}. Correct this in the file" in line
+        was = (
+            f" was row {split[name]['prompt'][first][1:]} before the dataset was split, shuffled or selected from, and"
+        )
+        quote = f"Row {first}{was * shuffle} begins {split[name][first]}. Correct this in the file"
+        assert f"; the first is row 0), {why}. {quote}" in line
     mistyped = Dataset.from_list([{"messages": [{**SAID, "role": role}]} for role in ("assistant", "asistant")])
     with pytest.raises(
-        UserError, match=r"Row 0 of train_dataset \(the first is row 0, counted after the dataset was split"
+        UserError,
+        match=r"Row 0 of train_dataset \(the first is row 0\): .* Row 0 was row 1 before the dataset was split",
     ):
         runs.ours(train=False, kwargs={"train_dataset": mistyped.select([1, 0])})
 

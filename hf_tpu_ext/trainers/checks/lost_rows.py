@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 from trl import SFTConfig
 
 from .messages import ROWS_AT_ONCE, read_column
-from .rows import count_rows_from, name_rows, quote_row
+from .rows import FIRST_ROW, name_rows, quote_row
 
 
 # Columns of tokens, each of which is a sequence, behind the prompt if there are `prompt_ids`.
@@ -88,7 +88,7 @@ def describe_answers(dataset: datasets.Dataset, name: str, columns: Iterable[str
         if of_problem:
             rows = sorted(of_problem)
             named = problem.format(
-                rows=f"{name_rows(rows)}; {count_rows_from(dataset)}",
+                rows=f"{name_rows(rows)}; {FIRST_ROW}",
                 of_empty=_LEARNED if name == "train" else _EVALUATED,
             )
             lines.append(

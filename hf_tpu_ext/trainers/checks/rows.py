@@ -15,6 +15,8 @@ from .messages import read_row
 TEXT_OR_MESSAGES = ("prompt", "completion", "chosen", "rejected", "messages", "conversations")
 _CONVERSATIONS = ("messages", "conversations")
 _ROLES = ("system", "user", "assistant", "tool")
+#: How rows are counted.
+FIRST_ROW = "the first is row 0"
 # How many rows are named of each problem, and how many problems.
 _MOST_NAMED = 3
 # How many rows with different problems are prepared by themselves.
@@ -28,7 +30,7 @@ _MESSAGES = f"a list of messages such as {_MESSAGE}"
 
 def refusal_of_rows(dataset: Any, name: str, problems: Mapping[int, tuple[str, str]], end: str = "") -> UserError:
     """
-    The error that says what is wrong with rows of a dataset. The first is quoted: after a split, its number is not that of its file.
+    The error that says what is wrong with rows of a dataset. The first is quoted, with its number before a split.
 
     Args:
         dataset (`Any`): The dataset.
@@ -48,20 +50,19 @@ def refusal_of_rows(dataset: Any, name: str, problems: Mapping[int, tuple[str, s
     also = f" Also {also}." if also else ""
     quote = f" {quote_row(dataset, rows[0])}" if isinstance(dataset, datasets.Dataset) else ""
     return UserError(
-        f"{name_rows(rows).capitalize()} of {name} ({count_rows_from(dataset)}): {problem}.{also}{quote} Correct this in the file, or, in "
+        f"{name_rows(rows).capitalize()} of {name} ({FIRST_ROW}): {problem}.{also}{quote} Correct this in the file, or, in "
         f"Python, leave such rows out with {row_filter}.{end}"
     )
 
 
 def quote_row(dataset: datasets.Dataset, row: int) -> str:
-    """A sentence with the beginning of a row, for it to be found in its file, e.g. `"Row 3 begins {'text': ''}."`."""
-    return f"Row {row} begins {format_value(read_row(dataset, row))}."
-
-
-def count_rows_from(dataset: Any) -> str:
-    """How the rows of a dataset are counted: in their order behind a split, a shuffle or a selection, as far as it is known of one."""
-    is_selected = isinstance(dataset, datasets.Dataset) and dataset._indices is not None
-    return "the first is row 0" + is_selected * ", counted after the dataset was split, shuffled or selected from"
+    """
+    A sentence with the beginning of a row, for it to be found in its file, e.g. `"Row 3 begins {'text': ''}."`, and with its number
+    before a split, a shuffle or a selection.
+    """
+    before = dataset._indices and dataset._indices.column(0)[row].as_py()
+    was = "" if before is None else f" was row {before} before the dataset was split, shuffled or selected from, and"
+    return f"Row {row}{was} begins {format_value(read_row(dataset, row))}."
 
 
 def name_rows(rows: Sequence[int]) -> str:
